@@ -1,0 +1,1 @@
+"""Train and evaluate terminal agents in JAX."""

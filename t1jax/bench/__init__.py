@@ -1,0 +1,1 @@
+"""Benchmarks: one file per measured claim, one JSON line each."""

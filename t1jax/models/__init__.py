@@ -1,0 +1,1 @@
+"""Models: configuration, parameters, layers, heads and tokenizer."""

@@ -1,0 +1,1 @@
+"""Rewards: the verifier and the schemes that score what it read."""

@@ -1,0 +1,1 @@
+"""Reinforcement learning: batching, advantages, losses, learner."""

@@ -1,0 +1,1 @@
+"""Rollout: chat template, harness, trajectories and collection."""

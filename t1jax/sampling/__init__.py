@@ -1,0 +1,1 @@
+"""Sampling: caches and the continuous-batching engine."""

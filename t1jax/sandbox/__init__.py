@@ -1,0 +1,1 @@
+"""Sandboxes: real shells, isolated by the kernel, many at once."""

@@ -1,0 +1,1 @@
+"""Tasks: the Harbor task directory, procedural families, datasets."""
