@@ -246,22 +246,28 @@ class TrajectoryBuilder:
     if not self._length:
       raise TrajectoryError("a trajectory needs at least one token")
     missing = self._length - self._routed
+    if missing > 1 and outcome.status == "infra_failure":
+      # An abort leaves tokens that never became inputs: cut there.
+      whole = self._padded(outcome, missing, about)
+      return whole.cut(self._routed + 1)
     if missing > 1:
       raise TrajectoryError(
         f"{self._routed} route rows for {self._length} tokens: every token "
         "but the last was an input and must have a row (of -1 if unknown)"
       )
-    parts = dict(self._parts)
-    if missing:
-      row = np.full((missing, *self._route_shape), -1, np.int16)
-      parts["routes"] = [*parts["routes"], row]
-    arrays = {name: np.concatenate(part) for name, part in parts.items()}
-    zero = (arrays["routes"][:-1] == 0).all(axis=(0, 2))
+    trajectory = self._padded(outcome, missing, about)
+    zero = (trajectory.routes[:-1] == 0).all(axis=(0, 2))
     if self._length > 16 and self._num_experts > 1 and zero.any():
       raise TrajectoryError(
         f"MoE layer {int(np.argmax(zero))} routes every token to expert 0: "
         "the engine dropped that layer's rows"
       )
+    return trajectory
+
+  def _padded(self, outcome: Outcome, missing: int, about) -> Trajectory:
+    rows = np.full((missing, *self._route_shape), -1, np.int16)
+    parts = {**self._parts, "routes": [*self._parts["routes"], rows]}
+    arrays = {name: np.concatenate(part) for name, part in parts.items()}
     return Trajectory(outcome=outcome, **arrays, **about)
 
 
