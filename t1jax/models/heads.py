@@ -1,0 +1,98 @@
+"""What is read off the hidden states: logits, log-probabilities, values.
+
+Alignment is the caller's: the hidden state at t - 1 predicts token t.
+Axes: B rows, S tokens, T = B * S, D model width, V vocabulary.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from t1jax.models.config import ModelConfig
+
+
+def logits(params: dict, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
+  """Returns float32 [..., V] for hidden states [..., D] (after final norm)."""
+  _require(cfg, "lm", "logits")
+  subscripts, weight = (
+    ("...d,vd->...v", params["embed"])
+    if cfg.tie_embeddings
+    else ("...d,dv->...v", params["head"])
+  )
+  return jnp.einsum(
+    subscripts,
+    hidden,
+    weight.astype(hidden.dtype),
+    preferred_element_type=jnp.float32,
+  )
+
+
+def token_logprobs(
+  params: dict,
+  cfg: ModelConfig,
+  hidden_BxSxD: jax.Array,
+  targets_BxS: jax.Array,
+  *,
+  temperature: float = 1.0,
+  chunk: int = 1024,
+) -> tuple[jax.Array, jax.Array]:
+  """Exact log-probability of each target and entropy of each distribution.
+
+  Tokens pass the head in chunks and each chunk is recomputed in the backward
+  pass, so that at most [chunk, V] logits exist at a time.
+
+  Args:
+    params: the model's parameters.
+    cfg: the model, with an LM head.
+    hidden_BxSxD: hidden states that predict the targets.
+    targets_BxS: int32 in [0, V); a negative one reads an arbitrary entry.
+    temperature: logits are divided by it before the softmax.
+    chunk: tokens per chunk.
+
+  Returns:
+    Two float32 [B, S], in nats.
+  """
+  b, s = targets_BxS.shape
+  total = b * s
+  chunk = min(chunk, total)
+  padding = -total % chunk
+
+  def split(x):
+    x = x.reshape(total, *x.shape[2:])
+    x = jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1))
+    return x.reshape(-1, chunk, *x.shape[1:])
+
+  @jax.checkpoint
+  def one(pair):
+    hidden_CxD, targets_C = pair
+    scaled_CxV = logits(params, cfg, hidden_CxD) / temperature
+    log_z = jax.nn.logsumexp(scaled_CxV, axis=-1)
+    picked = jnp.take_along_axis(
+      scaled_CxV, jnp.maximum(targets_C, 0)[:, None], axis=-1
+    )[:, 0]
+    probs = jnp.exp(scaled_CxV - log_z[:, None])
+    return picked - log_z, log_z - jnp.sum(probs * scaled_CxV, axis=-1)
+
+  logprobs, entropy = jax.lax.map(
+    one, (split(hidden_BxSxD), split(targets_BxS))
+  )
+  return tuple(x.reshape(-1)[:total].reshape(b, s) for x in (logprobs, entropy))
+
+
+def values(
+  params: dict, cfg: ModelConfig, hidden_BxSxD: jax.Array
+) -> jax.Array:
+  """Returns float32 [B, S]; no temperature ever touches a value."""
+  _require(cfg, "value", "values")
+  return jnp.einsum(
+    "bsd,d->bs",
+    hidden_BxSxD.astype(jnp.float32),
+    params["head"].astype(jnp.float32),
+  )
+
+
+def _require(cfg, head, what):
+  if cfg.head != head:
+    raise ValueError(
+      f"heads.{what} needs a model with head={head!r}; this one has "
+      f"head={cfg.head!r}. Build it from the matching ModelConfig."
+    )
