@@ -173,7 +173,7 @@ def make_task(family: Family, split: str, index: int) -> Task:
   if len({check.name for check in draft.checks}) != count:
     raise TaskError(f"task {name}: two checks have the same name")
 
-  environment = {"Dockerfile": _dockerfile(draft.setup)}
+  environment = {"Dockerfile": _dockerfile(draft)}
   executables = ["tests/test.sh", "solution/solve.sh"]
   original = {}
   for path, content in draft.files.items():
@@ -211,10 +211,12 @@ def make_task(family: Family, split: str, index: int) -> Task:
   )
 
 
-def _dockerfile(setup: str) -> bytes:
-  text = "FROM ubuntu:24.04\nWORKDIR /app\nCOPY files/ /app/\n"
-  if setup:
-    text += f"RUN <<'SETUP'\nset -e\n{setup.strip()}\nSETUP\n"
+def _dockerfile(draft: Draft) -> bytes:
+  text = "FROM ubuntu:24.04\nWORKDIR /app\n"
+  if draft.files:
+    text += "COPY files/ /app/\n"
+  if draft.setup:
+    text += f"RUN <<'SETUP'\nset -e\n{draft.setup.strip()}\nSETUP\n"
   return text.encode()
 
 
