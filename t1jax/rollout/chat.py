@@ -24,7 +24,7 @@ class Chat:
 
   @property
   def stop_id(self) -> int:
-    """The id that ends an action; the policy samples it and is trained on it."""
+    """The id that ends an action: sampled, and part of the loss."""
     return self.tokenizer.control("end")
 
   @property
@@ -38,7 +38,7 @@ class Chat:
     control = self.tokenizer.control
     return [
       control("task"),
-      *self.tokenizer.encode(instruction),
+      *self.tokenizer.encode(instruction.strip()),
       control("act"),
     ]
 
