@@ -1,0 +1,70 @@
+"""Links: find the symbolic link that leads nowhere, and mend it."""
+
+import numpy as np
+
+from t1jax.tasks.families.base import (
+  Check,
+  Draft,
+  Family,
+  lines,
+  pick,
+  words,
+)
+
+_BROKEN = (
+  "One link here is broken. Point it to the file in {folder} that names it.",
+  "Find the broken link and point it to the file in {folder} naming it.",
+  "Mend the broken link: its target is the file in {folder} that names it.",
+  "A link leads nowhere. Point it to the file in {folder} that mentions it.",
+)
+# What a link leads to may be spelt in several ways.
+_LEADS = "os.path.realpath({link!r}) == os.path.realpath({target!r})".format
+
+
+def _broken_link(rng: np.random.Generator) -> Draft:
+  folder, other, gone, *rest = words(rng, 21)
+  links, names = rest[:6], [f"{name}.txt" for name in rest[6:12]]
+  link, target = links[0], f"{folder}/{names[0]}"
+  # Each link is named in one file of either folder, by the second at other
+  # places: which file is right is seen only in the folder that was asked for.
+  shift = int(rng.integers(1, 6))
+  files = {}
+  for i, name in enumerate(names):
+    files[f"{folder}/{name}"] = lines(f"{rest[12 + i]} {links[i]}")
+    files[f"{other}/{name}"] = lines(links[(i + shift) % 6])
+  targets = dict(
+    zip(links[1:], (f"{folder}/{name}" for name in names[1:]), strict=True)
+  )
+  before = {link: f"{folder}/{gone}.txt", **targets}
+  intact = [_LEADS(link=n, target=t) for n, t in sorted(targets.items())]
+  return Draft(
+    instruction=pick(rng, _BROKEN).format(folder=folder),
+    files=files,
+    setup="\n".join(f"ln -s {before[name]} {name}" for name in sorted(before)),
+    oracle=(
+      "find . -xtype l",
+      f"grep -l {link} {folder}/*",
+      f"ln -sf {target} {link}",
+      f"cat {link}",
+    ),
+    checks=(
+      Check("link_is_a_link", "hygiene", f"os.path.islink({link!r})"),
+      Check("link_leads_somewhere", "semantic", f"os.path.exists({link!r})"),
+      Check("link_leads_there", "semantic", _LEADS(link=link, target=target)),
+      Check("other_links_kept", "hygiene", " and ".join(intact)),
+      Check("files_unchanged", "hygiene", f"unchanged(*{sorted(files)!r})"),
+      Check(
+        "final_state",
+        "gate",
+        f"names() == {sorted([*links, folder, other])!r}"
+        f" and os.path.islink({link!r})"
+        f" and os.readlink({link!r}).endswith({target!r})",
+      ),
+    ),
+    slots={"folder": folder, "link": link, "target": names[0]},
+    choices={"link": tuple(links), "target": tuple(names)},
+  )
+
+
+broken_link = Family("broken_link", "links", _broken_link)
+FAMILIES = (broken_link,)
