@@ -2,11 +2,16 @@
 
 import difflib
 
-from t1jax.tasks.families import files
+from t1jax.tasks.families import configuration, data, debugging, files
 from t1jax.tasks.families.base import Family
 from t1jax.tasks.task import TaskError
 
-FAMILIES: tuple[Family, ...] = (*files.FAMILIES,)
+FAMILIES: tuple[Family, ...] = (
+  *files.FAMILIES,
+  *configuration.FAMILIES,
+  *data.FAMILIES,
+  *debugging.FAMILIES,
+)
 
 
 def family(name: str) -> Family:
