@@ -2,7 +2,17 @@
 
 import difflib
 
-from t1jax.tasks.families import configuration, data, debugging, files
+from t1jax.tasks.families import (
+  archives,
+  builds,
+  configuration,
+  data,
+  debugging,
+  files,
+  links,
+  system,
+  version_control,
+)
 from t1jax.tasks.families.base import Family
 from t1jax.tasks.task import TaskError
 
@@ -11,6 +21,11 @@ FAMILIES: tuple[Family, ...] = (
   *configuration.FAMILIES,
   *data.FAMILIES,
   *debugging.FAMILIES,
+  *version_control.FAMILIES,
+  *builds.FAMILIES,
+  *archives.FAMILIES,
+  *system.FAMILIES,
+  *links.FAMILIES,
 )
 
 

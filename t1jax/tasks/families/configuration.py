@@ -117,6 +117,6 @@ def _toggle_flag(rng: np.random.Generator) -> Draft:
 
 
 FAMILIES = (
-  Family("set_port", "text configuration", _set_port),
-  Family("toggle_flag", "text configuration", _toggle_flag),
+  Family("set_port", "text_configuration", _set_port),
+  Family("toggle_flag", "text_configuration", _toggle_flag),
 )

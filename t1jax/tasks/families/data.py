@@ -114,6 +114,6 @@ def _extreme_row(rng: np.random.Generator) -> Draft:
 
 
 FAMILIES = (
-  Family("lookup_row", "data processing", _lookup_row),
-  Family("extreme_row", "data processing", _extreme_row),
+  Family("lookup_row", "data_processing", _lookup_row),
+  Family("extreme_row", "data_processing", _extreme_row),
 )

@@ -31,7 +31,7 @@ def _fix_import(rng: np.random.Generator) -> Draft:
     look = "ls lib"
   else:
     right, bad = function, [f". lib/{lib}.sh", wrong]
-    look = f"cat lib/{lib}.sh"
+    look = "cat lib/*"
   library = f"lib/{lib}.sh"
   files = {
     path: lines(*bad),
@@ -41,8 +41,6 @@ def _fix_import(rng: np.random.Generator) -> Draft:
   slots = {"script": script, "wrong": wrong, "right": right}
   shown = (wrong, lib, function, said)
   choices = {"wrong": shown[:3], "right": shown}
-  if not missing_file:
-    slots["lib"], choices["lib"] = lib, (lib,)
   return Draft(
     instruction=pick(rng, _IMPORT).format(script=script),
     files=files,
@@ -72,4 +70,4 @@ def _fix_import(rng: np.random.Generator) -> Draft:
   )
 
 
-FAMILIES = (Family("fix_import", "software debugging", _fix_import),)
+FAMILIES = (Family("fix_import", "software_debugging", _fix_import),)
