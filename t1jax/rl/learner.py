@@ -1,0 +1,613 @@
+"""The actor-critic learner: from verified trajectories to the next state.
+
+Per rollout batch, in this order: pack; values and old log-probs from *before*
+any update; advantages, one trajectory at a time; critic; actor. The critic
+goes first, but the actor is credited with the values from before it moved.
+
+Infra failures leave at the door: they are in no loss and no statistic but
+their own count.
+"""
+
+import dataclasses
+import functools
+import math
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from t1jax.models import moe
+from t1jax.models.config import ModelConfig
+from t1jax.rl import advantages as estimators
+from t1jax.rl import batching, losses, programs
+from t1jax.rl.batching import MicroBatch
+from t1jax.rl.critic import explained_variance
+from t1jax.rl.settings import RLConfig
+from t1jax.rollout.trajectory import Trajectory
+
+
+class LearnerError(ValueError):
+  """Trajectories that this configuration must not train on."""
+
+
+@flax.struct.dataclass
+class LearnerState:
+  """Everything that the next update depends on."""
+
+  actor: dict
+  actor_opt: optax.OptState
+  critic: dict
+  critic_opt: optax.OptState
+  step: jax.Array  # int32 scalar, rollout batches consumed
+  weight_version: jax.Array  # int32 scalar, times that the actor changed
+
+
+def init_state(actor: dict, critic: dict, rl: RLConfig) -> LearnerState:
+  """A first state; the next update consumes the buffers handed in."""
+  return LearnerState(
+    actor=actor,
+    actor_opt=programs.init_optimizer(actor, config=rl.actor),
+    critic=critic,
+    critic_opt=programs.init_optimizer(critic, config=rl.critic),
+    step=jnp.zeros((), jnp.int32),
+    weight_version=jnp.zeros((), jnp.int32),
+  )
+
+
+def trainable(
+  trajectories: Sequence[Trajectory],
+) -> tuple[list[Trajectory], int]:
+  """The trajectories with a verdict, and how many infra failures had none."""
+  kept = [t for t in trajectories if t.outcome.status != "infra_failure"]
+  return kept, len(trajectories) - len(kept)
+
+
+def ppo_update(
+  state: LearnerState,
+  trajectories: Sequence[Trajectory],
+  cfg: ModelConfig,
+  rl: RLConfig,
+  *,
+  reference: dict | None = None,
+  train_actor: bool = True,
+) -> tuple[LearnerState, dict[str, float]]:
+  """One actor-critic step on a rollout batch.
+
+  Args:
+    state: consumed; its buffers are donated.
+    trajectories: of the actor in `state`, or of one a few versions older.
+    cfg: the actor's model; the critic's is `cfg.critic()`.
+    rl: settings.
+    reference: parameters of a frozen policy, needed with kl_coefficient > 0.
+      It must share no buffer with the state.
+    train_actor: False trains the critic alone (a calibration update).
+
+  Returns:
+    The new state and metrics (floats).
+
+  Raises:
+    LearnerError: replay is on and a trajectory has no route at all, an
+      episode has more turns than max_turns, or a reference is missing.
+    batching.BatchingError: a trajectory cannot be packed.
+  """
+  if rl.kl_coefficient and reference is None:
+    raise LearnerError(
+      f"kl_coefficient is {rl.kl_coefficient} but ppo_update got no reference"
+      " policy. Pass reference=params, or set the coefficient to 0."
+    )
+  kept, infra = trainable(trajectories)
+  metrics = {"infra_failures": float(infra), **rollout_statistics(kept)}
+  clock = _Clock()
+  groups = _minibatches(
+    kept,
+    cfg,
+    rl,
+    max(rl.actor_minibatches, rl.critic_minibatches),
+    int(state.step),
+  )
+  if not any(micro.num_actions for group in groups for micro in group):
+    return state.replace(step=state.step + 1), metrics
+  groups, estimate_metrics = _estimate(
+    state.critic, groups, kept, cfg, rl, rl.lambda_turn
+  )
+  metrics |= estimate_metrics
+  clock.lap("values")
+
+  updates = rl.actor_epochs * rl.actor_minibatches
+  if train_actor:
+    if updates > 1:
+      groups = _with_logprobs(state.actor, groups, cfg, rl, "old_logprobs")
+    if rl.kl_coefficient:
+      # R12: the actor's routes are its own; the reference routes by itself.
+      groups = _with_logprobs(
+        reference, groups, cfg, rl, "reference_logprobs", replay=False
+      )
+    clock.lap("logprobs")
+
+  reports = []
+  for _ in range(rl.critic_epochs):
+    for minibatch in _merge(groups, rl.critic_minibatches):
+      state, report = critic_step(state, minibatch, cfg, rl)
+      reports.append(report)
+  metrics |= _mean_of(reports, "critic_")
+  clock.lap("critic")
+
+  if train_actor:
+    reports = []
+    for _ in range(rl.actor_epochs):
+      for minibatch in _merge(groups, rl.actor_minibatches):
+        state, report = actor_step(
+          state, minibatch, cfg, rl, old_is_live=updates == 1
+        )
+        reports.append(report)
+    metrics |= _mean_of(reports, "")
+    state = state.replace(weight_version=state.weight_version + 1)
+    clock.lap("actor")
+  metrics |= clock.metrics(sum(len(t) for t in kept))
+  return state.replace(step=state.step + 1), metrics
+
+
+def warm_up_critic(
+  state: LearnerState,
+  trajectories: Sequence[Trajectory],
+  cfg: ModelConfig,
+  rl: RLConfig,
+  *,
+  evaluation: Sequence[Trajectory] = (),
+) -> tuple[LearnerState, dict[str, float]]:
+  """Trains the critic on rollouts of a frozen actor.
+
+  Args:
+    state: consumed; only the critic and its optimiser change.
+    trajectories: to learn from, `warmup_epochs` times.
+    cfg: the actor's model.
+    rl: settings; targets use `warmup_lambda_turn`.
+    evaluation: trajectories that the critic does not learn from. Explained
+      variance is measured on them; without any, on the training ones.
+
+  Returns:
+    The new state; metrics with `explained_variance_before` and `_after`.
+  """
+  kept, infra = trainable(trajectories)
+  held, _ = trainable(evaluation)
+  judged = held or kept
+  metrics = {"infra_failures": float(infra)}
+  clock = _Clock()
+  judge = _minibatches(judged, cfg, rl, 1, 0)
+  lam = rl.warmup_lambda_turn
+  before = _estimate(state.critic, judge, judged, cfg, rl, lam)[1]
+  # The critic starts from nothing: there is no old value to stay close to.
+  free = dataclasses.replace(rl, value_clip=0.0)
+  reports = []
+  for epoch in range(rl.warmup_epochs):
+    groups = _minibatches(kept, cfg, rl, rl.warmup_minibatches, epoch)
+    groups, _ = _estimate(state.critic, groups, kept, cfg, rl, lam)
+    for group in groups:
+      if any(micro.num_actions for micro in group):
+        state, report = critic_step(state, group, cfg, free)
+        reports.append(report)
+  after = _estimate(state.critic, judge, judged, cfg, rl, lam)[1]
+  metrics |= _mean_of(reports, "critic_")
+  metrics["critic_updates"] = float(len(reports))
+  for name, found in (("before", before), ("after", after)):
+    metrics[f"explained_variance_{name}"] = found.get("explained_variance", 0.0)
+  clock.lap("warm_up")
+  metrics |= clock.metrics(sum(len(t) for t in kept) * rl.warmup_epochs)
+  return state, metrics
+
+
+def critic_step(
+  state: LearnerState,
+  micro_batches: Sequence[MicroBatch],
+  cfg: ModelConfig,
+  rl: RLConfig,
+) -> tuple[LearnerState, dict[str, float]]:
+  """One update of the critic on a global batch; `state` is consumed."""
+  count = sum(micro.num_actions for micro in micro_batches)
+  denominator = jnp.float32(max(count, 1))
+  gradient = programs.zero_gradient(state.critic)
+  totals = []
+  for micro in micro_batches:
+    gradient, statistics = programs.critic_gradient(
+      state.critic,
+      gradient,
+      micro.batch.replace(routes=None, reference_logprobs=None),
+      denominator,
+      cfg=cfg.critic(),
+      value_clip=rl.value_clip,
+    )
+    totals.append(statistics)
+  critic, critic_opt, norms = programs.apply_update(
+    state.critic, state.critic_opt, gradient, config=rl.critic
+  )
+  report = losses.summarize(_sum_of(totals), count)
+  report |= {name: float(norm) for name, norm in norms.items()}
+  return state.replace(critic=critic, critic_opt=critic_opt), report
+
+
+def actor_step(
+  state: LearnerState,
+  micro_batches: Sequence[MicroBatch],
+  cfg: ModelConfig,
+  rl: RLConfig,
+  *,
+  old_is_live: bool,
+) -> tuple[LearnerState, dict[str, float]]:
+  """One update of the actor on a global batch; `state` is consumed.
+
+  Args:
+    state: the learner's.
+    micro_batches: with advantages, and old log-probs unless `old_is_live`.
+    cfg: the actor's model.
+    rl: settings.
+    old_is_live: no update of the actor has come between the rollout batch and
+      this one, so its live log-probs are the old ones.
+  """
+  count = sum(micro.num_actions for micro in micro_batches)
+  denominator = jnp.float32(max(count, 1))
+  gradient = programs.zero_gradient(state.actor)
+  totals, loads = [], []
+  for micro in micro_batches:
+    gradient, statistics, load = programs.actor_gradient(
+      state.actor,
+      gradient,
+      _replayed(micro.batch, rl.replay),
+      denominator,
+      cfg=cfg,
+      rl=rl,
+      old_is_live=old_is_live,
+      **_variant(micro, cfg, rl.replay),
+    )
+    totals.append(statistics)
+    loads.append(load)
+  actor, actor_opt, norms = programs.apply_update(
+    state.actor, state.actor_opt, gradient, config=rl.actor
+  )
+  report = losses.summarize(_sum_of(totals), count)
+  report |= {name: float(norm) for name, norm in norms.items()}
+  report |= routing_statistics(loads, micro_batches, replay=rl.replay)
+  return state.replace(actor=actor, actor_opt=actor_opt), report
+
+
+def estimate_advantages(
+  trajectories: Sequence[Trajectory],
+  values: dict[int, np.ndarray],
+  rl: RLConfig,
+  *,
+  lambda_turn: float | None = None,
+) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
+  """Advantages and returns of each trajectory, by the configured estimator.
+
+  Args:
+    trajectories: verified ones, so nothing is bootstrapped.
+    values: index -> [T] float32, V aligned to token t.
+    rl: settings.
+    lambda_turn: in place of rl.lambda_turn.
+
+  Returns:
+    Two dicts, index -> [T] float32, 0 outside the action tokens.
+
+  Raises:
+    LearnerError: an episode has more than rl.max_turns turns.
+  """
+  by_bucket = defaultdict(list)
+  for index in values:
+    trajectory = trajectories[index]
+    if trajectory.num_turns > rl.max_turns:
+      raise LearnerError(
+        f"Trajectory {index} (task {trajectory.task!r}) has"
+        f" {trajectory.num_turns} turns, more than max_turns={rl.max_turns}."
+        " Raise max_turns to the harness's limit."
+      )
+    by_bucket[min(b for b in rl.buckets if b >= len(trajectory))].append(index)
+  advantages, returns = {}, {}
+  lam = rl.lambda_turn if lambda_turn is None else lambda_turn
+  for bucket, indices in sorted(by_bucket.items()):
+    rows = batching.rows_of(bucket, rl.token_budget)
+    for first in range(0, len(indices), rows):
+      members = indices[first : first + rows]
+      streams = _streams(trajectories, values, members, rows, bucket, rl)
+      found = _advantages_RxT(*streams, rl=rl, lambda_turn=lam)
+      for row, index in enumerate(members):
+        length = len(trajectories[index])
+        advantages[index] = np.asarray(found[0])[row, :length]
+        returns[index] = np.asarray(found[1])[row, :length]
+  return advantages, returns
+
+
+def whiten(
+  advantages: dict[int, np.ndarray], trajectories: Sequence[Trajectory]
+) -> dict[int, np.ndarray]:
+  """Mean 0, variance 1 over all action tokens of the rollout batch.
+
+  Global by construction: it runs before the batch is split. One token, or
+  equal ones, become 0 rather than NaN.
+  """
+  flat = _at_actions(advantages, trajectories)
+  mean = flat.mean() if flat.size else 0.0
+  scale = 1.0 / (flat.std() + 1e-8) if flat.size else 0.0
+  return {
+    index: np.where(
+      trajectories[index].loss_mask, (array - mean) * scale, 0.0
+    ).astype(np.float32)
+    for index, array in advantages.items()
+  }
+
+
+def routing_statistics(
+  loads: Sequence[programs.Load],
+  micro_batches: Sequence[MicroBatch],
+  *,
+  replay: bool,
+) -> dict[str, float]:
+  """Replay and load of the MoE layers over a global batch.
+
+  Returns:
+    Nothing for a dense model. `replayed_fraction`: of the rows that were
+    inputs (every token but a trajectory's last), in every layer, how many
+    took a recorded route. `fallback_fraction`: how many should have but had
+    none. `load_violation`: largest expert load over the mean, worst layer.
+    `replayed_layers`: layers that replayed at least one row.
+  """
+  tokens_LxE = np.sum([np.asarray(x.tokens_LxE, np.int64) for x in loads], 0)
+  if not tokens_LxE.size:
+    return {}
+  rows_L = np.sum([np.asarray(x.replayed_rows_L, np.int64) for x in loads], 0)
+  inputs = sum(m.num_tokens - len(m.spans) for m in micro_batches)
+  replayed = float(rows_L.sum()) / max(1, inputs * len(rows_L))
+  mean_L = np.maximum(tokens_LxE.mean(axis=1), 1e-9)
+  return {
+    "replayed_fraction": replayed,
+    "fallback_fraction": 1.0 - replayed if replay else 0.0,
+    "replayed_layers": float((rows_L > 0).sum()),
+    "load_violation": float((tokens_LxE.max(axis=1) / mean_L).max()),
+  }
+
+
+def rollout_statistics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+  """What the verified episodes of a batch were like, as means."""
+  if not trajectories:
+    return {"episodes": 0.0}
+  outcomes = [t.outcome for t in trajectories]
+  parts = defaultdict(list)
+  for outcome in outcomes:
+    for name, value in outcome.reward_parts.items():
+      parts[f"reward_{name}"].append(value)
+  means = {
+    "reward": [o.reward for o in outcomes],
+    "success": [o.success for o in outcomes],
+    "truncated": [o.status == "truncated" for o in outcomes],
+    "timeout": [o.status == "timeout" for o in outcomes],
+    "turns": [t.num_turns for t in trajectories],
+    "tokens": [len(t) for t in trajectories],
+    "action_tokens": [t.loss_mask.sum() for t in trajectories],
+    **parts,
+  }
+  return {"episodes": float(len(trajectories))} | {
+    name: float(np.mean(np.asarray(values, np.float64)))
+    for name, values in means.items()
+  }
+
+
+@functools.partial(jax.jit, static_argnames=("rl", "lambda_turn"))
+def _advantages_RxT(
+  rewards, values, turn_ids, mask, *, rl: RLConfig, lambda_turn: float
+):
+  if rl.advantage == "tb_gae":
+    one = functools.partial(
+      estimators.tb_gae,
+      gamma_turn=rl.gamma_turn,
+      lambda_turn=lambda_turn,
+      num_turns=rl.max_turns,
+    )
+    return jax.vmap(one)(rewards, values, turn_ids, mask)
+
+  def token_clock(rewards_T, values_T, mask_T):
+    steps_T = mask_T
+    if rl.advantage == "token_clock_all":
+      steps_T = estimators.through_last_action(mask_T)
+    found = estimators.gae(
+      rewards_T, values_T, steps_T, gamma=rl.gamma_token, lam=rl.lambda_token
+    )
+    return jax.tree.map(
+      lambda x: jnp.where(mask_T, x, jnp.zeros_like(x)), found
+    )
+
+  return jax.vmap(token_clock)(rewards, values, mask)
+
+
+def _streams(trajectories, values, members, rows, bucket, rl):
+  """Rewards, values, turn ids and masks, one trajectory per row."""
+  rewards = np.zeros((rows, bucket), np.float32)
+  padded_values = np.zeros((rows, bucket), np.float32)
+  turn_ids = np.full((rows, bucket), rl.max_turns, np.int32)
+  mask = np.zeros((rows, bucket), bool)
+  for row, index in enumerate(members):
+    trajectory = trajectories[index]
+    length = len(trajectory)
+    rewards[row, :length] = batching.terminal_rewards(trajectory)
+    padded_values[row, :length] = values[index]
+    turn_ids[row, :length] = trajectory.turn_ids
+    mask[row, :length] = trajectory.loss_mask
+  return rewards, padded_values, turn_ids, mask
+
+
+def _minibatches(trajectories, cfg, rl, count, draw) -> list[list[MicroBatch]]:
+  """Whole trajectories dealt at random into `count` packed minibatches."""
+  if rl.replay and cfg.num_moe_layers:
+    for index, trajectory in enumerate(trajectories):
+      if len(trajectory) > 1 and not (trajectory.routes >= 0).any():
+        raise LearnerError(
+          f"replay is on, but trajectory {index} (task {trajectory.task!r})"
+          " has no route recorded. Find where the routes field was lost"
+          " between sampler and learner, or set replay=False."
+        )
+  order = np.random.default_rng((rl.seed, draw)).permutation(len(trajectories))
+  return [
+    batching.pack(
+      trajectories,
+      indices=sorted(int(i) for i in order[first::count]),
+      buckets=rl.buckets,
+      token_budget=rl.token_budget,
+      num_moe_layers=cfg.num_moe_layers,
+      top_k=cfg.top_k,
+    )
+    for first in range(count)
+  ]
+
+
+def _merge(groups, count):
+  """The same micro-batches in `count` minibatches, without empty ones."""
+  size = len(groups) // count
+  merged = [
+    [micro for group in groups[i : i + size] for micro in group]
+    for i in range(0, len(groups), size)
+  ]
+  return [m for m in merged if any(micro.num_actions for micro in m)]
+
+
+def _per_trajectory(groups, run):
+  """Runs a pass on every micro-batch; index -> [T] array."""
+  # All are dispatched before the first result is fetched.
+  micros = [micro for group in groups for micro in group]
+  arrays = [run(micro) for micro in micros]
+  return batching.unpack(micros, [np.asarray(a, np.float32) for a in arrays])
+
+
+def _estimate(critic, groups, trajectories, cfg, rl, lambda_turn):
+  """Fills values, advantages and returns in; also their statistics."""
+  values = _per_trajectory(
+    groups,
+    lambda micro: programs.value_pass(
+      critic,
+      micro.batch.replace(routes=None, reference_logprobs=None),
+      cfg=cfg.critic(),
+    ),
+  )
+  advantages, returns = estimate_advantages(
+    trajectories, values, rl, lambda_turn=lambda_turn
+  )
+  flat = {
+    name: _at_actions(arrays, trajectories)
+    for name, arrays in (
+      ("value", values),
+      ("return", returns),
+      ("advantage", advantages),
+    )
+  }
+  metrics = {}
+  if flat["value"].size:
+    for name, array in flat.items():
+      metrics[f"{name}_mean"] = float(array.mean())
+      metrics[f"{name}_std"] = float(array.std())
+    metrics["explained_variance"] = explained_variance(
+      flat["value"], flat["return"]
+    )
+  if rl.whiten:
+    advantages = whiten(advantages, trajectories)
+  groups = [
+    batching.refill(
+      group, values=values, advantages=advantages, returns=returns
+    )
+    for group in groups
+  ]
+  return groups, metrics
+
+
+def _with_logprobs(params, groups, cfg, rl, field, *, replay=None):
+  replay = rl.replay if replay is None else replay
+  found = _per_trajectory(
+    groups,
+    lambda micro: programs.logprob_pass(
+      params,
+      _replayed(micro.batch, replay).replace(reference_logprobs=None),
+      cfg=cfg,
+      temperature=rl.temperature,
+      chunk=rl.logprob_chunk,
+      **_variant(micro, cfg, replay),
+    ),
+  )
+  return [batching.refill(group, **{field: found}) for group in groups]
+
+
+def _replayed(batch, replay):
+  return batch if replay else batch.replace(routes=None)
+
+
+def _variant(micro, cfg, replay):
+  """Which compiled variant of the actor fits this micro-batch.
+
+  With every route recorded the load is known here, so the capacity is a rung
+  of the static ladder that surely suffices. It is at least 1.25 times the
+  mean load, so that ordinary batches share one rung and one program.
+  """
+  recorded = bool(replay and micro.recorded and cfg.num_moe_layers)
+  capacity = None
+  if recorded and cfg.dispatch == "capacity":
+    tokens = micro.batch.tokens.size
+    load = moe.max_load(
+      micro.batch.routes, micro.batch.segment_ids, cfg.num_experts
+    )
+    usual = math.ceil(1.25 * tokens * cfg.top_k / cfg.num_experts)
+    capacity = moe.capacity_for(max(load, usual), tokens)
+  return {"recorded": recorded, "capacity": capacity}
+
+
+def _at_actions(arrays, trajectories) -> np.ndarray:
+  parts = [
+    array[trajectories[index].loss_mask] for index, array in arrays.items()
+  ]
+  return np.concatenate(parts).astype(np.float64) if parts else np.zeros(0)
+
+
+def _sum_of(totals):
+  """Statistics of a global batch from those of its micro-batches."""
+  merged: dict[str, float] = {}
+  for statistics in totals:
+    for name, value in jax.device_get(statistics).items():
+      if name not in merged:
+        merged[name] = float(value)
+      elif name.startswith("max_"):
+        merged[name] = max(merged[name], float(value))
+      else:
+        merged[name] += float(value)
+  return merged
+
+
+def _mean_of(reports, prefix):
+  """Mean over updates; a maximum stays one."""
+  if not reports:
+    return {}
+  combine = {True: np.max, False: np.mean}
+  return {
+    f"{prefix}{name}".replace("critic_value_", "value_"): float(
+      combine[name.endswith("_max")]([report[name] for report in reports])
+    )
+    for name in reports[0]
+  }
+
+
+class _Clock:
+  """Seconds per phase, and tokens per second over all of them."""
+
+  def __init__(self):
+    self._last = self._start = time.perf_counter()
+    self._seconds = {}
+
+  def lap(self, phase: str) -> None:
+    now = time.perf_counter()
+    self._seconds[f"seconds_{phase}"] = now - self._last
+    self._last = now
+
+  def metrics(self, tokens: int) -> dict[str, float]:
+    total = max(self._last - self._start, 1e-9)
+    return {
+      **self._seconds,
+      "seconds_learner": total,
+      "learner_tokens_per_second": tokens / total,
+    }
