@@ -9,10 +9,7 @@ their own count.
 """
 
 import dataclasses
-import functools
 import math
-import time
-from collections import defaultdict
 from collections.abc import Sequence
 
 import flax.struct
@@ -23,8 +20,7 @@ import optax
 
 from t1jax.models import moe
 from t1jax.models.config import ModelConfig
-from t1jax.rl import advantages as estimators
-from t1jax.rl import batching, losses, programs
+from t1jax.rl import batching, credit, losses, programs, statistics
 from t1jax.rl.batching import MicroBatch
 from t1jax.rl.critic import explained_variance
 from t1jax.rl.settings import RLConfig
@@ -101,8 +97,8 @@ def ppo_update(
       " policy. Pass reference=params, or set the coefficient to 0."
     )
   kept, infra = trainable(trajectories)
-  metrics = {"infra_failures": float(infra), **rollout_statistics(kept)}
-  clock = _Clock()
+  metrics = {"infra_failures": float(infra), **statistics.rollout(kept)}
+  clock = statistics.Clock()
   groups = _minibatches(
     kept,
     cfg,
@@ -113,7 +109,7 @@ def ppo_update(
   if not any(micro.num_actions for group in groups for micro in group):
     return state.replace(step=state.step + 1), metrics
   groups, estimate_metrics = _estimate(
-    state.critic, groups, kept, cfg, rl, rl.lambda_turn
+    state.critic, groups, kept, cfg, rl, None
   )
   metrics |= estimate_metrics
   clock.lap("values")
@@ -134,7 +130,7 @@ def ppo_update(
     for minibatch in _merge(groups, rl.critic_minibatches):
       state, report = critic_step(state, minibatch, cfg, rl)
       reports.append(report)
-  metrics |= _mean_of(reports, "critic_")
+  metrics |= statistics.mean_of(reports)
   clock.lap("critic")
 
   if train_actor:
@@ -145,7 +141,7 @@ def ppo_update(
           state, minibatch, cfg, rl, old_is_live=updates == 1
         )
         reports.append(report)
-    metrics |= _mean_of(reports, "")
+    metrics |= statistics.mean_of(reports)
     state = state.replace(weight_version=state.weight_version + 1)
     clock.lap("actor")
   metrics |= clock.metrics(sum(len(t) for t in kept))
@@ -166,7 +162,7 @@ def warm_up_critic(
     state: consumed; only the critic and its optimiser change.
     trajectories: to learn from, `warmup_epochs` times.
     cfg: the actor's model.
-    rl: settings; targets use `warmup_lambda_turn`.
+    rl: settings; targets use `warmup_lambda`.
     evaluation: trajectories that the critic does not learn from. Explained
       variance is measured on them; without any, on the training ones.
 
@@ -177,9 +173,9 @@ def warm_up_critic(
   held, _ = trainable(evaluation)
   judged = held or kept
   metrics = {"infra_failures": float(infra)}
-  clock = _Clock()
+  clock = statistics.Clock()
   judge = _minibatches(judged, cfg, rl, 1, 0)
-  lam = rl.warmup_lambda_turn
+  lam = rl.warmup_lambda
   before = _estimate(state.critic, judge, judged, cfg, rl, lam)[1]
   # The critic starts from nothing: there is no old value to stay close to.
   free = dataclasses.replace(rl, value_clip=0.0)
@@ -192,7 +188,7 @@ def warm_up_critic(
         state, report = critic_step(state, group, cfg, free)
         reports.append(report)
   after = _estimate(state.critic, judge, judged, cfg, rl, lam)[1]
-  metrics |= _mean_of(reports, "critic_")
+  metrics |= statistics.mean_of(reports)
   metrics["critic_updates"] = float(len(reports))
   for name, found in (("before", before), ("after", after)):
     metrics[f"explained_variance_{name}"] = found.get("explained_variance", 0.0)
@@ -213,7 +209,7 @@ def critic_step(
   gradient = programs.zero_gradient(state.critic)
   totals = []
   for micro in micro_batches:
-    gradient, statistics = programs.critic_gradient(
+    gradient, parts = programs.critic_gradient(
       state.critic,
       gradient,
       micro.batch.replace(routes=None, reference_logprobs=None),
@@ -221,12 +217,12 @@ def critic_step(
       cfg=cfg.critic(),
       value_clip=rl.value_clip,
     )
-    totals.append(statistics)
+    totals.append(parts)
   critic, critic_opt, norms = programs.apply_update(
     state.critic, state.critic_opt, gradient, config=rl.critic
   )
-  report = losses.summarize(_sum_of(totals), count)
-  report |= {name: float(norm) for name, norm in norms.items()}
+  report = losses.summarize(statistics.sum_of(totals), count)
+  report |= {f"critic_{name}": float(x) for name, x in norms.items()}
   return state.replace(critic=critic, critic_opt=critic_opt), report
 
 
@@ -253,7 +249,7 @@ def actor_step(
   gradient = programs.zero_gradient(state.actor)
   totals, loads = [], []
   for micro in micro_batches:
-    gradient, statistics, load = programs.actor_gradient(
+    gradient, parts, load = programs.actor_gradient(
       state.actor,
       gradient,
       _replayed(micro.batch, rl.replay),
@@ -263,178 +259,15 @@ def actor_step(
       old_is_live=old_is_live,
       **_variant(micro, cfg, rl.replay),
     )
-    totals.append(statistics)
+    totals.append(parts)
     loads.append(load)
   actor, actor_opt, norms = programs.apply_update(
     state.actor, state.actor_opt, gradient, config=rl.actor
   )
-  report = losses.summarize(_sum_of(totals), count)
-  report |= {name: float(norm) for name, norm in norms.items()}
-  report |= routing_statistics(loads, micro_batches, replay=rl.replay)
+  report = losses.summarize(statistics.sum_of(totals), count)
+  report |= {f"actor_{name}": float(x) for name, x in norms.items()}
+  report |= statistics.routing(loads, micro_batches, replay=rl.replay)
   return state.replace(actor=actor, actor_opt=actor_opt), report
-
-
-def estimate_advantages(
-  trajectories: Sequence[Trajectory],
-  values: dict[int, np.ndarray],
-  rl: RLConfig,
-  *,
-  lambda_turn: float | None = None,
-) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
-  """Advantages and returns of each trajectory, by the configured estimator.
-
-  Args:
-    trajectories: verified ones, so nothing is bootstrapped.
-    values: index -> [T] float32, V aligned to token t.
-    rl: settings.
-    lambda_turn: in place of rl.lambda_turn.
-
-  Returns:
-    Two dicts, index -> [T] float32, 0 outside the action tokens.
-
-  Raises:
-    LearnerError: an episode has more than rl.max_turns turns.
-  """
-  by_bucket = defaultdict(list)
-  for index in values:
-    trajectory = trajectories[index]
-    if trajectory.num_turns > rl.max_turns:
-      raise LearnerError(
-        f"Trajectory {index} (task {trajectory.task!r}) has"
-        f" {trajectory.num_turns} turns, more than max_turns={rl.max_turns}."
-        " Raise max_turns to the harness's limit."
-      )
-    by_bucket[min(b for b in rl.buckets if b >= len(trajectory))].append(index)
-  advantages, returns = {}, {}
-  lam = rl.lambda_turn if lambda_turn is None else lambda_turn
-  for bucket, indices in sorted(by_bucket.items()):
-    rows = batching.rows_of(bucket, rl.token_budget)
-    for first in range(0, len(indices), rows):
-      members = indices[first : first + rows]
-      streams = _streams(trajectories, values, members, rows, bucket, rl)
-      found = _advantages_RxT(*streams, rl=rl, lambda_turn=lam)
-      for row, index in enumerate(members):
-        length = len(trajectories[index])
-        advantages[index] = np.asarray(found[0])[row, :length]
-        returns[index] = np.asarray(found[1])[row, :length]
-  return advantages, returns
-
-
-def whiten(
-  advantages: dict[int, np.ndarray], trajectories: Sequence[Trajectory]
-) -> dict[int, np.ndarray]:
-  """Mean 0, variance 1 over all action tokens of the rollout batch.
-
-  Global by construction: it runs before the batch is split. One token, or
-  equal ones, become 0 rather than NaN.
-  """
-  flat = _at_actions(advantages, trajectories)
-  mean = flat.mean() if flat.size else 0.0
-  scale = 1.0 / (flat.std() + 1e-8) if flat.size else 0.0
-  return {
-    index: np.where(
-      trajectories[index].loss_mask, (array - mean) * scale, 0.0
-    ).astype(np.float32)
-    for index, array in advantages.items()
-  }
-
-
-def routing_statistics(
-  loads: Sequence[programs.Load],
-  micro_batches: Sequence[MicroBatch],
-  *,
-  replay: bool,
-) -> dict[str, float]:
-  """Replay and load of the MoE layers over a global batch.
-
-  Returns:
-    Nothing for a dense model. `replayed_fraction`: of the rows that were
-    inputs (every token but a trajectory's last), in every layer, how many
-    took a recorded route. `fallback_fraction`: how many should have but had
-    none. `load_violation`: largest expert load over the mean, worst layer.
-    `replayed_layers`: layers that replayed at least one row.
-  """
-  tokens_LxE = np.sum([np.asarray(x.tokens_LxE, np.int64) for x in loads], 0)
-  if not tokens_LxE.size:
-    return {}
-  rows_L = np.sum([np.asarray(x.replayed_rows_L, np.int64) for x in loads], 0)
-  inputs = sum(m.num_tokens - len(m.spans) for m in micro_batches)
-  replayed = float(rows_L.sum()) / max(1, inputs * len(rows_L))
-  mean_L = np.maximum(tokens_LxE.mean(axis=1), 1e-9)
-  return {
-    "replayed_fraction": replayed,
-    "fallback_fraction": 1.0 - replayed if replay else 0.0,
-    "replayed_layers": float((rows_L > 0).sum()),
-    "load_violation": float((tokens_LxE.max(axis=1) / mean_L).max()),
-  }
-
-
-def rollout_statistics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-  """What the verified episodes of a batch were like, as means."""
-  if not trajectories:
-    return {"episodes": 0.0}
-  outcomes = [t.outcome for t in trajectories]
-  parts = defaultdict(list)
-  for outcome in outcomes:
-    for name, value in outcome.reward_parts.items():
-      parts[f"reward_{name}"].append(value)
-  means = {
-    "reward": [o.reward for o in outcomes],
-    "success": [o.success for o in outcomes],
-    "truncated": [o.status == "truncated" for o in outcomes],
-    "timeout": [o.status == "timeout" for o in outcomes],
-    "turns": [t.num_turns for t in trajectories],
-    "tokens": [len(t) for t in trajectories],
-    "action_tokens": [t.loss_mask.sum() for t in trajectories],
-    **parts,
-  }
-  return {"episodes": float(len(trajectories))} | {
-    name: float(np.mean(np.asarray(values, np.float64)))
-    for name, values in means.items()
-  }
-
-
-@functools.partial(jax.jit, static_argnames=("rl", "lambda_turn"))
-def _advantages_RxT(
-  rewards, values, turn_ids, mask, *, rl: RLConfig, lambda_turn: float
-):
-  if rl.advantage == "tb_gae":
-    one = functools.partial(
-      estimators.tb_gae,
-      gamma_turn=rl.gamma_turn,
-      lambda_turn=lambda_turn,
-      num_turns=rl.max_turns,
-    )
-    return jax.vmap(one)(rewards, values, turn_ids, mask)
-
-  def token_clock(rewards_T, values_T, mask_T):
-    steps_T = mask_T
-    if rl.advantage == "token_clock_all":
-      steps_T = estimators.through_last_action(mask_T)
-    found = estimators.gae(
-      rewards_T, values_T, steps_T, gamma=rl.gamma_token, lam=rl.lambda_token
-    )
-    return jax.tree.map(
-      lambda x: jnp.where(mask_T, x, jnp.zeros_like(x)), found
-    )
-
-  return jax.vmap(token_clock)(rewards, values, mask)
-
-
-def _streams(trajectories, values, members, rows, bucket, rl):
-  """Rewards, values, turn ids and masks, one trajectory per row."""
-  rewards = np.zeros((rows, bucket), np.float32)
-  padded_values = np.zeros((rows, bucket), np.float32)
-  turn_ids = np.full((rows, bucket), rl.max_turns, np.int32)
-  mask = np.zeros((rows, bucket), bool)
-  for row, index in enumerate(members):
-    trajectory = trajectories[index]
-    length = len(trajectory)
-    rewards[row, :length] = batching.terminal_rewards(trajectory)
-    padded_values[row, :length] = values[index]
-    turn_ids[row, :length] = trajectory.turn_ids
-    mask[row, :length] = trajectory.loss_mask
-  return rewards, padded_values, turn_ids, mask
 
 
 def _minibatches(trajectories, cfg, rl, count, draw) -> list[list[MicroBatch]]:
@@ -479,7 +312,7 @@ def _per_trajectory(groups, run):
   return batching.unpack(micros, [np.asarray(a, np.float32) for a in arrays])
 
 
-def _estimate(critic, groups, trajectories, cfg, rl, lambda_turn):
+def _estimate(critic, groups, trajectories, cfg, rl, lam):
   """Fills values, advantages and returns in; also their statistics."""
   values = _per_trajectory(
     groups,
@@ -489,11 +322,9 @@ def _estimate(critic, groups, trajectories, cfg, rl, lambda_turn):
       cfg=cfg.critic(),
     ),
   )
-  advantages, returns = estimate_advantages(
-    trajectories, values, rl, lambda_turn=lambda_turn
-  )
+  advantages, returns = credit.estimate(trajectories, values, rl, lam=lam)
   flat = {
-    name: _at_actions(arrays, trajectories)
+    name: credit.at_actions(arrays, trajectories)
     for name, arrays in (
       ("value", values),
       ("return", returns),
@@ -509,7 +340,7 @@ def _estimate(critic, groups, trajectories, cfg, rl, lambda_turn):
       flat["value"], flat["return"]
     )
   if rl.whiten:
-    advantages = whiten(advantages, trajectories)
+    advantages = credit.whiten(advantages, trajectories)
   groups = [
     batching.refill(
       group, values=values, advantages=advantages, returns=returns
@@ -556,58 +387,3 @@ def _variant(micro, cfg, replay):
     usual = math.ceil(1.25 * tokens * cfg.top_k / cfg.num_experts)
     capacity = moe.capacity_for(max(load, usual), tokens)
   return {"recorded": recorded, "capacity": capacity}
-
-
-def _at_actions(arrays, trajectories) -> np.ndarray:
-  parts = [
-    array[trajectories[index].loss_mask] for index, array in arrays.items()
-  ]
-  return np.concatenate(parts).astype(np.float64) if parts else np.zeros(0)
-
-
-def _sum_of(totals):
-  """Statistics of a global batch from those of its micro-batches."""
-  merged: dict[str, float] = {}
-  for statistics in totals:
-    for name, value in jax.device_get(statistics).items():
-      if name not in merged:
-        merged[name] = float(value)
-      elif name.startswith("max_"):
-        merged[name] = max(merged[name], float(value))
-      else:
-        merged[name] += float(value)
-  return merged
-
-
-def _mean_of(reports, prefix):
-  """Mean over updates; a maximum stays one."""
-  if not reports:
-    return {}
-  combine = {True: np.max, False: np.mean}
-  return {
-    f"{prefix}{name}".replace("critic_value_", "value_"): float(
-      combine[name.endswith("_max")]([report[name] for report in reports])
-    )
-    for name in reports[0]
-  }
-
-
-class _Clock:
-  """Seconds per phase, and tokens per second over all of them."""
-
-  def __init__(self):
-    self._last = self._start = time.perf_counter()
-    self._seconds = {}
-
-  def lap(self, phase: str) -> None:
-    now = time.perf_counter()
-    self._seconds[f"seconds_{phase}"] = now - self._last
-    self._last = now
-
-  def metrics(self, tokens: int) -> dict[str, float]:
-    total = max(self._last - self._start, 1e-9)
-    return {
-      **self._seconds,
-      "seconds_learner": total,
-      "learner_tokens_per_second": tokens / total,
-    }

@@ -58,7 +58,7 @@ class RLConfig:
     actor_minibatches, critic_minibatches: optimiser updates per epoch over a
       rollout batch. One divides the other.
     warmup_minibatches, warmup_epochs: the same for `warm_up_critic`.
-    warmup_lambda_turn: lambda of the warm-up's targets. 1: they do not
+    warmup_lambda: lambda of the warm-up's targets. 1: they do not
       lean on the values of a critic that knows nothing yet.
     buckets: row lengths of packed batches, increasing.
     token_budget: tokens per micro-batch.
@@ -89,7 +89,7 @@ class RLConfig:
   critic_epochs: int = 1
   warmup_minibatches: int = 1
   warmup_epochs: int = 1
-  warmup_lambda_turn: float = 1.0
+  warmup_lambda: float = 1.0
   buckets: tuple[int, ...] = (128, 256)
   token_budget: int = 8192
   logprob_chunk: int = 1024
@@ -104,7 +104,7 @@ class RLConfig:
       "lambda_turn",
       "gamma_token",
       "lambda_token",
-      "warmup_lambda_turn",
+      "warmup_lambda",
     ):
       _require(self, name, 0 <= getattr(self, name) <= 1, "in [0, 1]")
     for name in (
