@@ -93,10 +93,10 @@ def _restart_failed(rng: np.random.Generator) -> Draft:
 
 
 def _disable_job(rng: np.random.Generator) -> Draft:
-  *owners, last = words(rng, 17)
-  owners, jobs = owners[:8], [*owners[8:], last]
+  # Eight jobs have no owner in the list, and neither list has an order.
+  names = words(rng, 24)
+  owners, jobs = names[:8], names[8:]
   owner, job = owners[0], jobs[0]
-  # The last job has no owner; the owners' order is not that of the jobs.
   minutes = numbers(rng, len(jobs))
   rows = [f"{minute} {job}" for minute, job in zip(minutes, jobs, strict=True)]
   cron = [rows[i] for i in rng.permutation(len(rows))]

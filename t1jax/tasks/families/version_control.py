@@ -75,12 +75,12 @@ def _stream(branch: str, start: str, subject: str, name: str, text: str) -> str:
 
 
 def _merge_branch(rng: np.random.Generator) -> Draft:
-  key, *rest = words(rng, 22)
+  key, *rest = words(rng, 31)
   # A branch that is *called* by the key works on something else.
-  branches = [*rest[:6], key]
-  topics = [key, *rest[6:12]]
-  names = [f"{name}.txt" for name in rest[12:19]]
-  start, word = rest[19:21]
+  branches = [*rest[:9], key]
+  topics = [key, *rest[9:18]]
+  names = [f"{name}.txt" for name in rest[18:28]]
+  start, word = rest[28:30]
   branch, name = branches[0], names[0]
   main = {_README: f"{start}\n"}
   root = _commit(main, "", f"add {start}")
