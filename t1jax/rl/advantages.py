@@ -94,13 +94,17 @@ def tb_gae(
       jnp.where(some, turn_return, later_return),
       jnp.where(some, first, later_first),
     )
-    return carry, beyond - suffix[later_first]
+    return carry, (beyond, suffix[later_first])
 
   end = (jnp.float32(0.0), jnp.asarray(num_tokens, first_N.dtype))
-  _, offset_N = jax.lax.scan(step, end, (first_N, some_N), reverse=True)
+  _, (beyond_N, after_N) = jax.lax.scan(
+    step, end, (first_N, some_N), reverse=True
+  )
 
   turn_T = jnp.clip(turn_ids_T, 0, num_turns - 1)
-  returns_T = suffix[:-1] + offset_N[turn_T]
+  # The difference first: it is exactly 0 where a turn earns nothing more, and
+  # a small `beyond` is not lost in the rewards of later turns.
+  returns_T = (suffix[:-1] - after_N[turn_T]) + beyond_N[turn_T]
   return _masked(returns_T - values_T, returns_T, action_mask_T)
 
 
