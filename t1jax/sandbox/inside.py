@@ -1,0 +1,553 @@
+"""A sandbox's init: pid 1 of its namespaces, and its only door.
+
+It reaps, runs one command at a time and moves files, on requests from the
+channel (`wire.py`). It keeps all capabilities of its user namespace and its
+commands do not, so that they cannot trace it or read its memory; when it ends,
+the kernel ends everything in the sandbox.
+
+It sees three mount namespaces: its own (the sandbox's disk, with the agent's
+root at `/m`), the agent's, and the verifier's while there is one (`views.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import select
+import signal
+import socket
+import stat
+import time
+from typing import Any, NoReturn
+
+from t1jax.sandbox import kernel, views, wire
+
+# What a container's root is usually given: change owners, modes and users,
+# bind low ports, chroot. Not: mount, trace, set the clock, configure devices.
+AGENT_CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 31})
+# One more (AUDIT_CONTROL, idle in a user namespace): a process can only be
+# traced by one that has at least its capabilities, so whatever the agent left
+# running cannot trace the tests.
+VERIFIER_CAPABILITIES = AGENT_CAPABILITIES | {30}
+
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_STATE_FD, _RESTORE_FD, _COMMAND_FD = 62, 61, 60
+# Bash reads this before the command: it restores the state and asks for it to
+# be saved at the end. The command itself is the argument of a plain `bash -c`,
+# so messages, line numbers and `ps` look as they do anywhere else.
+_SAVE = rb"""
+builtin unset BASH_ENV
+builtin trap '{ builtin set +xv; builtin printf "%s\0" "${PWD-/}"
+builtin declare -px; builtin declare -f; builtin declare -xF
+builtin printf "\0"; } >&62 2>/dev/null' EXIT
+"""
+_FROM_FILE = b'eval "$(</proc/self/fd/60)"'
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_LARGE_ARGUMENT = 100_000  # the kernel refuses one argument of 128 KiB
+_MAX_STATE = 1 << 20
+
+
+class Output:
+  """Keeps the head and the tail of a stream, and counts the rest."""
+
+  def __init__(self, cap: int) -> None:
+    self.half = max(1, cap // 2)
+    self.head = bytearray()
+    self.tail = bytearray()
+    self.total = 0
+
+  def add(self, data: bytes) -> None:
+    """Appends `data`; forgets what is neither head nor tail."""
+    self.total += len(data)
+    room = self.half - len(self.head)
+    if room > 0:
+      self.head += data[:room]
+      data = data[room:]
+    self.tail += data
+    if len(self.tail) > 4 * self.half:
+      del self.tail[: -self.half]
+
+  def result(self) -> tuple[bytes, int]:
+    """What was kept, with a line for what was not, and the bytes dropped."""
+    tail = self.tail[-self.half :]
+    dropped = self.total - len(self.head) - len(tail)
+    if not dropped:
+      return bytes(self.head + tail), 0
+    gap = b"\n[... %d bytes omitted ...]\n" % dropped
+    return bytes(self.head + gap + tail), dropped
+
+
+class Shell:
+  """What carries over from one command of a view to its next."""
+
+  def __init__(self, env: dict[str, str], cwd: str) -> None:
+    self.env = env
+    self.cwd = cwd
+    self.restore = b""  # bash text: exported variables and functions
+
+  def save(self, dump: bytes) -> None:
+    """Takes what the trap wrote; a torn or huge dump changes nothing."""
+    if dump.endswith(b"\0") and dump.count(b"\0") == 2:
+      cwd, self.restore, _ = dump.split(b"\0")
+      self.cwd = os.fsdecode(cwd)
+      self.env = {}
+
+
+class Init:
+  """The server; `serve` never returns."""
+
+  def __init__(
+    self, counters: dict[str, list[int]], system: list[str], disk_mb: int
+  ) -> None:
+    """Sets the machine up; raises OSError naming what was refused.
+
+    Args:
+      counters: open files of the control groups that it is in, by "memory"
+        and "pids"; an empty list where rlimits must do.
+      system: directories with a pristine layer, such as "/usr".
+      disk_mb: size of the verifier's own disk, as the sandbox's.
+    """
+    self.counters = counters
+    self.statuses: dict[int, tuple[int, int]] = {}  # pid -> status, max RSS
+    self.leftover_pipes: list[int] = []  # of daemons that still hold them
+    for number in _IGNORED:
+      signal.signal(number, signal.SIG_IGN)
+    self.wake_r, wake_w = os.pipe()
+    os.set_blocking(self.wake_r, False)
+    os.set_blocking(wake_w, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
+    kernel.loopback_up()
+    socket.sethostname("sandbox")
+    with contextlib.suppress(OSError):
+      # No user namespaces inside: less of the kernel in reach.
+      with open("/m/proc/sys/user/max_user_namespaces", "w") as file:
+        file.write("0")
+    self.views = views.Views(system, disk_mb)
+    home = {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb"}
+    self.shell = Shell(home, "/app")
+
+  def serve(self, channel: socket.socket, limits: dict[str, int]) -> NoReturn:
+    """Answers requests until the channel closes.
+
+    Args:
+      channel: the connected socket to the user of the sandbox.
+      limits: fields of `base.Limits`.
+    """
+    self.channel, self.limits = channel, limits
+    self.channel.sendall(wire.encode({"ready": True}))
+    operations = {
+      "exec": self.exec,
+      "upload": self.upload,
+      "download": self.download,
+      "kill": self.kill_all,
+      "seal": self.seal,
+      "configure": self.configure,
+      "open_verifier": self.open_verifier,
+      "close_verifier": self.close_verifier,
+    }
+    while True:
+      self.wait(None)
+      try:
+        request, blob = wire.receive(self.channel)
+      except (EOFError, ConnectionResetError):
+        os._exit(0)
+      operation = operations.get(request["op"])
+      try:
+        if operation is None:  # an interrupt that came too late
+          continue
+        reply, data = operation(request, blob)
+      except OSError as error:
+        reply, data = {"error": str(error), "code": error.errno}, b""
+      self.channel.sendall(wire.encode(reply, data))
+
+  def wait(
+    self, pipe: int | None, deadline: float | None = None
+  ) -> tuple[bool, bool]:
+    """Sleeps until there is something to do, reaping meanwhile.
+
+    Args:
+      pipe: a command's output to wait for too, or None.
+      deadline: on `time.monotonic()`, or None.
+
+    Returns:
+      (the channel has data, the pipe has data); both False when a child
+      ended, or at the deadline.
+    """
+    while True:
+      poll = select.poll()
+      poll.register(self.channel, select.POLLIN)
+      poll.register(self.wake_r, select.POLLIN)
+      for fd in [*self.leftover_pipes, *([] if pipe is None else [pipe])]:
+        poll.register(fd, select.POLLIN)
+      left = None
+      if deadline is not None:
+        left = max(0.0, deadline - time.monotonic()) * 1000
+      ready = {fd for fd, _ in poll.poll(left)}
+      for fd in ready & set(self.leftover_pipes):
+        if not os.read(fd, 1 << 16):
+          self.leftover_pipes.remove(fd)
+          os.close(fd)
+      if self.wake_r in ready:
+        with contextlib.suppress(BlockingIOError):
+          os.read(self.wake_r, 4096)
+        self.reap()
+      request, data = self.channel.fileno() in ready, pipe in ready
+      if request or pipe is not None or deadline is not None:
+        return request, data
+
+  def reap(self) -> None:
+    """Collects every child that has ended; orphans are ours as well."""
+    while True:
+      try:
+        pid, status, usage = os.wait4(-1, os.WNOHANG)
+      except ChildProcessError:
+        return
+      if pid == 0:
+        return
+      self.statuses[pid] = (os.waitstatus_to_exitcode(status), usage.ru_maxrss)
+
+  def processes(self) -> dict[int, int]:
+    """pid -> parent's pid, of all living processes but init itself."""
+    found = {}
+    for name in os.listdir("/m/proc"):
+      if name.isdigit() and name != "1":
+        with contextlib.suppress(OSError):
+          with open(f"/m/proc/{name}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+          if fields[0] not in (b"Z", b"X"):
+            found[int(name)] = int(fields[1])
+    return found
+
+  def kill(self, spared: set[int]) -> None:
+    """Kills all processes but the spared and what they have started.
+
+    Returns once they are gone; raises OSError if one will not die.
+    """
+    give_up = time.monotonic() + 10
+    number = signal.SIGSTOP if spared else signal.SIGKILL
+    while True:
+      self.reap()
+      living = self.processes()
+      doomed = [p for p in living if not _descends(p, living, spared)]
+      if not doomed:
+        return
+      if time.monotonic() > give_up:
+        raise OSError(errno.EBUSY, f"processes {doomed[:5]} cannot be killed")
+      if not spared:
+        # One call for all: no fork can slip through.
+        with contextlib.suppress(ProcessLookupError):
+          os.kill(-1, signal.SIGKILL)
+        time.sleep(0.0005)
+        continue
+      # Stop them all before the first dies, or a dying one's child is missed.
+      for pid in doomed:
+        with contextlib.suppress(ProcessLookupError):
+          os.kill(pid, number)
+      number = signal.SIGKILL
+      time.sleep(0.0005)
+
+  def exec(
+    self, request: dict[str, Any], command: bytes
+  ) -> tuple[dict[str, Any], bytes]:
+    """Runs one command to its end, its deadline, or an interrupt."""
+    view = request["view"]
+    shell = self.shell
+    if view != "agent":
+      shell = Shell(request["env"], request["cwd"])
+    restore = shell.restore + b"\n" + os.fsencode(request["prelude"])
+    command = command.replace(b"\0", b"")  # no shell can take one
+    before = set(self.processes())
+    killed, refused = self.counter("memory"), self.counter("pids")
+    state = os.memfd_create("state")
+    reader, writer = os.pipe()
+    started = time.monotonic()
+    try:
+      pid = os.fork()
+    except BlockingIOError:
+      return self.no_room(reader, writer, state)
+    if pid == 0:
+      self.become_command(view, shell, restore, command, writer, state)
+    os.close(writer)
+    os.set_blocking(reader, False)
+    output = Output(request["output_bytes"])
+    outcome = self.follow(pid, reader, output, started + request["timeout"])
+    if outcome != "ok":
+      self.kill(before & set(self.processes()))
+    drained = _drain(reader, output)
+    seconds = time.monotonic() - started
+    if drained:
+      os.close(reader)
+    else:  # a daemon has it: keep reading, or its next write would kill it
+      self.leftover_pipes.append(reader)
+      if len(self.leftover_pipes) > 64:
+        os.close(self.leftover_pipes.pop(0))
+    code, peak_kib = self.statuses.pop(pid)
+    self.statuses.clear()
+    if view == "agent" and os.fstat(state).st_size <= _MAX_STATE:
+      shell.save(os.pread(state, _MAX_STATE, 0))
+    os.close(state)
+    kept, dropped = output.result()
+    if outcome == "ok":
+      outcome = self.blame(code, kept, peak_kib, killed, refused)
+    reply = {
+      "exit_code": 128 - code if code < 0 else code,
+      "dropped": dropped,
+      "seconds": seconds,
+      "outcome": outcome,
+    }
+    return reply, kept
+
+  def no_room(self, *fds: int) -> tuple[dict[str, Any], bytes]:
+    """The reply when what already runs fills the process limit."""
+    for fd in fds:
+      os.close(fd)
+    text = b"bash: fork: Resource temporarily unavailable\n"
+    reply = {
+      "exit_code": 254, "dropped": 0, "seconds": 0.0, "outcome": "processes",
+    }  # fmt: skip
+    return reply, text
+
+  def become_command(
+    self,
+    view: str,
+    shell: Shell,
+    restore: bytes,
+    command: bytes,
+    writer: int,
+    state: int,
+  ) -> NoReturn:
+    """In the child: the view, the limits, the capabilities, then bash."""
+    try:
+      os.setsid()
+      self.restrict(view)
+      self.views.enter(view)
+      message = b""
+      try:
+        os.chdir(shell.cwd)
+      except OSError as error:
+        message = os.fsencode(f"bash: {shell.cwd}: {error.strerror}\n")
+      with open("/dev/null") as null:
+        os.dup2(null.fileno(), 0)
+      os.dup2(writer, 1)
+      os.dup2(writer, 2)
+      if message:
+        os.write(2, message)
+      os.dup2(state, _STATE_FD)
+      os.dup2(memory_file(restore + _SAVE), _RESTORE_FD)
+      first = _RESTORE_FD
+      if len(command) > _LARGE_ARGUMENT:
+        os.dup2(memory_file(command), _COMMAND_FD)
+        command, first = _FROM_FILE, _COMMAND_FD
+      os.closerange(3, first)
+      os.closerange(_STATE_FD + 1, 1 << 16)
+      for number in (*_IGNORED, signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+      env = {**shell.env, "BASH_ENV": f"/proc/self/fd/{_RESTORE_FD}"}
+      os.execve("/bin/bash", ["bash", "-c", "--", command], env)
+    except BaseException as error:
+      with contextlib.suppress(OSError):
+        os.write(writer, os.fsencode(f"cannot run bash: {error}\n"))
+    finally:
+      os._exit(126)
+
+  def restrict(self, view: str) -> None:
+    """In the child: rlimits, and fewer capabilities."""
+    with contextlib.suppress(OSError):
+      with open("/m/proc/self/oom_score_adj", "w") as file:
+        file.write("500")  # rather these than any init
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if not self.counters["memory"]:
+      size = self.limits["memory_mb"] << 20
+      resource.setrlimit(resource.RLIMIT_DATA, (size, size))
+    if not self.counters["pids"]:
+      count = self.limits["processes"] + 1  # init is of the same user
+      resource.setrlimit(resource.RLIMIT_NPROC, (count, count))
+    agent = view == "agent"
+    kernel.keep_capabilities(
+      AGENT_CAPABILITIES if agent else VERIFIER_CAPABILITIES
+    )
+
+  def follow(
+    self, pid: int, reader: int, output: Output, deadline: float
+  ) -> str:
+    """Reads until the process (not its output) ends; says why it stopped."""
+    pipe: int | None = reader
+    self.reap()
+    while pid not in self.statuses:
+      if time.monotonic() >= deadline:
+        return "timeout"
+      request, data = self.wait(pipe, deadline)
+      if request:
+        try:  # the only request that may come now is an interrupt
+          wire.receive(self.channel)
+        except (EOFError, ConnectionResetError):
+          os._exit(0)
+        return "interrupted"
+      if data:
+        chunk = os.read(reader, 1 << 16)
+        if chunk:
+          output.add(chunk)
+        else:
+          pipe = None
+    return "ok"
+
+  def counter(self, kind: str) -> int:
+    """How often the kernel enforced the memory or process limit."""
+    key = b"oom_kill" if kind == "memory" else b"max"
+    for fd in self.counters[kind]:
+      for line in os.pread(fd, 4096, 0).splitlines():
+        name, _, value = line.partition(b" ")
+        if name == key:
+          return int(value)
+    return 0
+
+  def blame(
+    self, code: int, output: bytes, peak_kib: int, killed: int, refused: int
+  ) -> str:
+    """Names the limit, if any, that a command ran into."""
+    if self.counter("memory") > killed:
+      return "memory"
+    if self.counter("pids") > refused:
+      return "processes"
+    if code and not self.counters["memory"]:
+      starved = (b"MemoryError", b"Cannot allocate memory", b"exhausted")
+      near = peak_kib * 1024 > 0.8 * (self.limits["memory_mb"] << 20)
+      if near or any(word in output for word in starved):
+        return "memory"
+    limited = b"Resource temporarily unavailable" in output
+    if code and limited and not self.counters["pids"]:
+      return "processes"
+    disk = os.statvfs("/")
+    if disk.f_bavail * disk.f_frsize < 1 << 16 or disk.f_ffree < 16:
+      return "disk"
+    return "ok"
+
+  def upload(
+    self, request: dict[str, Any], blob: bytes
+  ) -> tuple[dict[str, Any], bytes]:
+    """Writes files; relative paths start at the working directory."""
+    offset = 0
+    with self.views.inside(request["view"]):
+      for path, mode, size in request["files"]:
+        path = os.path.join(request["cwd"], path)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+          if not stat.S_ISREG(os.lstat(path).st_mode):
+            os.unlink(path)  # a link or a pipe is replaced, not followed
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        fd = os.open(path, flags, mode)
+        try:
+          part = memoryview(blob)[offset : offset + size]
+          while part:
+            part = part[os.write(fd, part) :]
+          os.fchmod(fd, mode)
+        finally:
+          os.close(fd)
+        offset += size
+    return {}, b""
+
+  def download(
+    self, request: dict[str, Any], blob: bytes
+  ) -> tuple[dict[str, Any], bytes]:
+    """Reads one regular file of at most `max_bytes`."""
+    path = request["path"]
+    with self.views.inside(request["view"]):
+      fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+      try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+          raise OSError(errno.EINVAL, f"{path} is not a regular file")
+        if found.st_size > request["max_bytes"]:
+          raise OSError(
+            errno.EFBIG,
+            f"{path} has {found.st_size} bytes, more than the "
+            f"{request['max_bytes']} asked for",
+          )
+        parts = []
+        while part := os.read(fd, 1 << 20):
+          parts.append(part)
+        return {}, b"".join(parts)[: request["max_bytes"]]
+      finally:
+        os.close(fd)
+
+  def kill_all(
+    self, request: dict[str, Any], blob: bytes
+  ) -> tuple[dict[str, Any], bytes]:
+    """Ends every process but init; returns how many there were."""
+    count = len(self.processes())
+    self.kill(set())
+    for fd in self.leftover_pipes:
+      os.close(fd)
+    self.leftover_pipes.clear()
+    return {"killed": count}, b""
+
+  def configure(
+    self, request: dict[str, Any], blob: bytes
+  ) -> tuple[dict[str, Any], bytes]:
+    """Sets where the agent's shell starts and with which variables."""
+    with self.views.inside("agent"):
+      os.makedirs(request["cwd"], exist_ok=True)
+    self.shell = Shell({**self.shell.env, **request["env"]}, request["cwd"])
+    return {}, b""
+
+  def seal(
+    self, request: dict[str, Any], blob: bytes
+  ) -> tuple[dict[str, Any], bytes]:
+    """What is in the system directories now is pristine from here on."""
+    self.views.seal()
+    return {}, b""
+
+  def open_verifier(
+    self, request: dict[str, Any], blob: bytes
+  ) -> tuple[dict[str, Any], bytes]:
+    """Makes the verifier's view, after the agent's processes are gone."""
+    killed = 0
+    if not request["keep_processes"]:
+      killed = self.kill_all(request, blob)[0]["killed"]
+    self.views.open_verifier(request["keep_system"])
+    return {"killed": killed}, b""
+
+  def close_verifier(
+    self, request: dict[str, Any], blob: bytes
+  ) -> tuple[dict[str, Any], bytes]:
+    """Drops the verifier's view with all that was written in it."""
+    self.views.close_verifier()
+    return {}, b""
+
+
+def _descends(pid: int, parents: dict[int, int], from_any: set[int]) -> bool:
+  """Whether `pid` or an ancestor is in `from_any`."""
+  seen = set()
+  while pid in parents and pid not in seen:
+    if pid in from_any:
+      return True
+    seen.add(pid)
+    pid = parents[pid]
+  return False
+
+
+def memory_file(content: bytes) -> int:
+  """A file in memory that holds `content`, open at its start."""
+  fd = os.memfd_create("text")
+  view = memoryview(content)
+  while view:
+    view = view[os.write(fd, view) :]
+  os.lseek(fd, 0, os.SEEK_SET)
+  return fd
+
+
+def _drain(reader: int, output: Output) -> bool:
+  """Reads what a pipe already holds; whether its last writer is gone."""
+  stop = time.monotonic() + 0.05  # a daemon may write faster than we read
+  while time.monotonic() < stop:
+    try:
+      chunk = os.read(reader, 1 << 16)
+    except BlockingIOError:
+      return False
+    if not chunk:
+      return True
+    output.add(chunk)
+  return False

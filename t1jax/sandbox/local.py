@@ -1,0 +1,256 @@
+"""A sandbox on this machine: the client's end of an init's channel."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import errno
+import json
+import shlex
+import socket
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from t1jax.sandbox import base, wire
+
+if TYPE_CHECKING:
+  from t1jax.sandbox import farm as farm_lib
+
+# Beyond a command's own deadline: killing what it started, and a busy host.
+_GRACE_SEC = 30.0
+_BOOT_SEC = 60.0
+
+
+class LocalSandbox:
+  """One sandbox of a `Farm`; satisfies `base.Sandbox`.
+
+  `verifier_view` and what follows are for `rewards/verifier.py`: the same
+  sandbox with pristine system directories (see `views.py`).
+  """
+
+  def __init__(self, farm: farm_lib.Farm, limits: base.Limits) -> None:
+    self.limits = limits
+    self.number = -1
+    self.workdir = "/app"
+    self.env: dict[str, str] = {}
+    self._farm = farm
+    self._lock = asyncio.Lock()
+    self._reader: asyncio.StreamReader | None = None
+    self._writer: asyncio.StreamWriter | None = None
+    self._gone: asyncio.Future[int] | None = None
+    self._closed = False
+
+  async def start(self) -> None:
+    """Boots it; raises `SandboxError` naming the call that was refused."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+      try:
+        self.number, self._gone = await self._farm.boot(theirs, self.limits)
+      except BaseException:
+        ours.close()
+        raise
+    self._reader, self._writer = await asyncio.open_connection(
+      sock=ours, limit=1 << 20
+    )
+    try:
+      async with asyncio.timeout(_BOOT_SEC):
+        reply, _ = await self._receive()
+    except BaseException as error:
+      await self.close()
+      if isinstance(error, TimeoutError):
+        raise base.SandboxError(
+          f"sandbox {self.number}: not up after {_BOOT_SEC:.0f} s"
+        ) from None
+      raise
+    if "error" in reply:
+      await self.close()
+      raise base.SandboxError(
+        f"sandbox {self.number} did not boot: {reply['error']}"
+      )
+
+  async def exec(
+    self,
+    command: str | bytes | Sequence[str],
+    *,
+    timeout_sec: float = 10.0,
+    cwd: str | None = None,
+    env: Mapping[str, str] | None = None,
+  ) -> base.ExecResult:
+    """Runs a command as the agent; see `base.Sandbox.exec`."""
+    lines = [f"export {k}={shlex.quote(v)}" for k, v in (env or {}).items()]
+    if cwd is not None:
+      lines.append(f"cd -- {shlex.quote(cwd)}")
+    return await self._exec(
+      command, timeout_sec, {"view": "agent", "prelude": "\n".join(lines)}
+    )
+
+  async def exec_verifier(
+    self,
+    command: str | bytes | Sequence[str],
+    *,
+    timeout_sec: float,
+    cwd: str,
+    env: Mapping[str, str],
+  ) -> base.ExecResult:
+    """Runs a command in the verifier's view with exactly this environment."""
+    extra = {"view": "verifier", "prelude": "", "cwd": cwd, "env": dict(env)}
+    return await self._exec(command, timeout_sec, extra)
+
+  async def _exec(
+    self,
+    command: str | bytes | Sequence[str],
+    timeout_sec: float,
+    extra: dict[str, Any],
+  ) -> base.ExecResult:
+    if not isinstance(command, str | bytes):
+      command = shlex.join(command)
+    if isinstance(command, str):
+      # A command sampled token by token may hold half a character.
+      command = command.encode("utf-8", "surrogateescape")
+    request = {
+      "op": "exec",
+      "timeout": timeout_sec,
+      "output_bytes": self.limits.output_bytes,
+      **extra,
+    }
+    reply, output = await self._call(
+      request, command, timeout_sec + _GRACE_SEC, interruptible=True
+    )
+    return base.ExecResult(
+      exit_code=reply["exit_code"],
+      output=output,
+      dropped_bytes=reply["dropped"],
+      seconds=reply["seconds"],
+      timed_out=reply["outcome"] == "timeout",
+      timeout_sec=timeout_sec,
+      outcome=reply["outcome"],
+    )
+
+  async def upload(
+    self, files: Mapping[str, base.FileSpec], *, view: str = "agent"
+  ) -> None:
+    """Writes files; `DiskFull` when they do not fit in `disk_mb`."""
+    entries, parts = [], []
+    for path, spec in files.items():
+      content, mode = spec if isinstance(spec, tuple) else (spec, 0o644)
+      entries.append((path, mode, len(content)))
+      parts.append(content)
+    request = {
+      "op": "upload", "view": view, "files": entries, "cwd": self.workdir,
+    }  # fmt: skip
+    await self._call(request, b"".join(parts))
+
+  async def download(
+    self, path: str, max_bytes: int = 1 << 20, *, view: str = "agent"
+  ) -> bytes:
+    """Reads one regular file of at most `max_bytes`."""
+    request = {
+      "op": "download", "view": view, "path": path, "max_bytes": max_bytes,
+    }  # fmt: skip
+    return (await self._call(request))[1]
+
+  async def configure(self, workdir: str, env: Mapping[str, str]) -> None:
+    """Sets where the agent's shell starts and what its environment adds."""
+    self.workdir = workdir
+    self.env.update(env)
+    await self._call({"op": "configure", "cwd": workdir, "env": self.env})
+
+  async def seal(self) -> None:
+    """Makes what is in the system directories now part of the image."""
+    await self._call({"op": "seal"})
+
+  async def kill_all(self) -> int:
+    """Ends every process in the sandbox; returns how many there were."""
+    return (await self._call({"op": "kill"}))[0]["killed"]
+
+  async def open_verifier(
+    self, *, keep_processes: bool = False, keep_system: bool = False
+  ) -> None:
+    """Kills the agent's processes and makes the verifier's view."""
+    await self._call(
+      {
+        "op": "open_verifier",
+        "keep_processes": keep_processes,
+        "keep_system": keep_system,
+      }
+    )
+
+  async def close_verifier(self) -> None:
+    """Drops the verifier's view and all that was written in it."""
+    await self._call({"op": "close_verifier"})
+
+  async def close(self) -> None:
+    """Ends the sandbox and waits until its processes are gone."""
+    if self._closed:
+      return
+    self._closed = True
+    if self._writer is not None:
+      self._writer.close()
+    if self._gone is not None:
+      await asyncio.shield(self._gone)
+
+  async def _receive(self) -> tuple[dict[str, Any], bytes]:
+    assert self._reader is not None
+    try:
+      header = await self._reader.readexactly(wire.HEADER.size)
+      head_length, blob_length = wire.HEADER.unpack(header)
+      head = await self._reader.readexactly(head_length)
+      blob = await self._reader.readexactly(blob_length)
+    except (asyncio.IncompleteReadError, ConnectionError) as error:
+      raise self._died() from error
+    return json.loads(head), blob
+
+  def _died(self) -> base.SandboxDied:
+    return base.SandboxDied(
+      f"sandbox {self.number} is gone: its init or the farm was killed; "
+      "start another one"
+    )
+
+  async def _call(
+    self,
+    request: dict[str, Any],
+    blob: bytes = b"",
+    seconds: float = 120.0,
+    *,
+    interruptible: bool = False,
+  ) -> tuple[dict[str, Any], bytes]:
+    """One request and its reply; the channel stays in step if cancelled."""
+    async with self._lock:
+      if self._closed or self._writer is None:
+        raise base.SandboxDied(f"sandbox {self.number} is not running")
+      try:
+        self._writer.write(wire.encode(request, blob))
+        await self._writer.drain()
+      except ConnectionError as error:
+        raise self._died() from error
+      answer = asyncio.ensure_future(self._receive())
+      try:
+        async with asyncio.timeout(seconds):
+          reply, data = await asyncio.shield(answer)
+      except TimeoutError:
+        answer.cancel()
+        await self.close()
+        raise base.SandboxDied(
+          f"sandbox {self.number} did not answer {request['op']!r} within "
+          f"{seconds:.0f} s; it was closed"
+        ) from None
+      except asyncio.CancelledError:
+        if not answer.done() and interruptible:
+          self._writer.write(wire.encode({"op": "interrupt"}))
+        # The reply must be read before anyone else may ask.
+        await asyncio.wait([answer], timeout=_GRACE_SEC)
+        raise
+    if "error" in reply:
+      where = f"sandbox {self.number}, {request['op']}"
+      if reply["code"] == errno.ENOSPC:
+        raise base.DiskFull(
+          f"{where}: its disk of {self.limits.disk_mb} MiB is full; raise "
+          "Limits.disk_mb"
+        )
+      raise base.SandboxError(f"{where}: {reply['error']}")
+    return reply, data
+
+
+def limits_as_dict(limits: base.Limits) -> dict[str, int]:
+  """For the wire."""
+  return dataclasses.asdict(limits)

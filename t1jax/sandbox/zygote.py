@@ -1,0 +1,506 @@
+"""The small process that makes sandboxes, so that the big one never forks.
+
+Run as `python -I -S zygote.py SOCKET_FD CONFIG_JSON`. It holds a stage (a
+private mount namespace with the lower layers and nothing else of the host)
+and forks one child per sandbox, which finishes the mounts, enters its own
+user namespace and becomes the sandbox's init (`inside.py`).
+
+As root, the lower layers are bound with shifted owners and the overlay is
+mounted with trusted attributes, so that renames of lower directories and
+deletes of merged ones work; user 0 inside is a plain, unused id outside. An
+ordinary user first makes a user namespace of their own to mount in; system
+directories are then read-only in effect, as their owner has no id inside.
+
+Every death is noticed: the zygote dies with its owner, an init with the
+zygote, and all processes of a sandbox with its init.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if __name__ == "__main__":
+  # -I -S leaves no path to this package: add it for the imports below only.
+  _HERE = os.path.dirname(os.path.abspath(__file__))
+  sys.path.insert(0, os.path.dirname(os.path.dirname(_HERE)))
+
+import array
+import contextlib
+import gc
+import json
+import select
+import signal
+import socket
+from typing import Any, NoReturn
+
+from t1jax.sandbox import cgroups, inside, kernel, wire
+
+# User and group ids of a sandbox are FIRST_ID + their number inside. Inside
+# the range that systemd leaves to containers; nothing else may own files
+# there.
+FIRST_ID, NUM_IDS = 1_700_000_000, 65_536
+
+_DEVICES = (("null", 3), ("zero", 5), ("full", 7), ("random", 8),
+            ("urandom", 9), ("tty", None))  # fmt: skip
+
+
+class Stage:
+  """The zygote's private root, ready to be copied by each sandbox."""
+
+  def __init__(self, config: dict[str, Any]) -> None:
+    """Builds it; raises OSError naming the call that was refused.
+
+    Args:
+      config: "run_dir", "owner" ("pid-start"), "system" (host directories
+        such as "/usr"), "binds" ({path inside: host path}, read-only).
+    """
+    self.system: list[str] = config["system"]
+    self.binds: dict[str, str] = config["binds"]
+    self.shifted = False
+    uid, gid = os.getuid(), os.getgid()
+    self.root = has_all_ids()
+    self.groups = cgroups.Groups(config["owner"]) if uid == 0 else None
+    if self.root:
+      kernel.unshare(kernel.CLONE_NEWNS, "mount")
+    else:
+      kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS, "user, mount")
+      write_maps("/proc/self", f"0 {uid} 1", f"0 {gid} 1")
+    kernel.mount("", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
+    self._build(config["run_dir"])
+
+  def _build(self, run_dir: str) -> None:
+    top = f"{run_dir}/stage"
+    kernel.mount("tmpfs", top, "tmpfs", 0, "mode=755")
+    for name in ("proc", "dev", "template", "lower", "binds", "s"):
+      os.mkdir(f"{top}/{name}")
+    kernel.bind(f"{run_dir}/template", f"{top}/template")
+    self._lower(top)
+    for index, source in enumerate(self.binds.values()):
+      target = f"{top}/binds/{index}"
+      if os.path.isdir(source):
+        os.mkdir(target)
+      else:
+        os.close(os.open(target, os.O_CREAT))
+      kernel.bind(source, target)
+    self._devices(f"{top}/dev")
+    kernel.bind("/proc", f"{top}/proc", recursive=True)
+    groups = self.groups.parents if self.groups else []
+    for hierarchy, _ in groups:
+      # The groups' paths stay what they are on the host.
+      os.makedirs(top + hierarchy.root, exist_ok=True)
+      kernel.bind(hierarchy.root, top + hierarchy.root)
+    kernel.enter_root(top)
+
+  def _lower(self, top: str) -> None:
+    for path in self.system:
+      os.mkdir(f"{top}/lower{path}")
+    if self.root:
+      ids = _user_namespace(self)
+      try:
+        for path in self.system:
+          kernel.bind_with_ids(path, f"{top}/lower{path}", ids)
+        self.shifted = True
+        return
+      except OSError:
+        # A file system without shifted owners (an overlay as root, kernels
+        # before 5.19): bind as it is, owners then show as nobody.
+        for path in self.system:
+          with contextlib.suppress(OSError):
+            kernel.unmount(f"{top}/lower{path}")
+      finally:
+        os.close(ids)
+    for path in self.system:
+      kernel.bind(path, f"{top}/lower{path}")
+
+  def _devices(self, dev: str) -> None:
+    kernel.mount("tmpfs", dev, "tmpfs", kernel.MS_NOSUID, "mode=755")
+    for name, minor in _DEVICES:
+      path = f"{dev}/{name}"
+      if self.root:
+        major = 5 if minor is None else 1
+        os.mknod(path, 0o020666, os.makedev(major, minor or 0))
+        os.chmod(path, 0o666)
+      else:  # a user namespace may not make devices, but may bind them
+        os.close(os.open(path, os.O_CREAT))
+        kernel.bind(f"/dev/{name}", path)
+    for name, target in (("fd", "/proc/self/fd"), ("stdin", "fd/0"),
+                         ("stdout", "fd/1"), ("stderr", "fd/2"),
+                         ("ptmx", "pts/ptmx")):  # fmt: skip
+      os.symlink(target, f"{dev}/{name}")
+    os.mkdir(f"{dev}/pts")
+    os.mkdir(f"{dev}/shm")
+
+  def maps(self) -> str:
+    """The lines of a sandbox's uid_map and gid_map."""
+    return f"0 {FIRST_ID} {NUM_IDS}" if self.root else "0 0 1"
+
+  def mount_sandbox(self, disk_mb: int) -> None:
+    """In the child: makes the sandbox's own root and enters it.
+
+    Afterwards `/` is the sandbox's private disk: `m` is what the agent sees,
+    `lower` and `template` are the pristine layers, `verify` a mount point.
+    """
+    kernel.unshare(kernel.CLONE_NEWNS, "mount")
+    size = f"mode=755,size={disk_mb}m,nr_inodes=200k"
+    kernel.mount("tmpfs", "/s", "tmpfs", kernel.MS_NOSUID, size)
+    for name in ("m", "verify", "lower", "template", "image", "shm"):
+      os.mkdir(f"/s/{name}")
+    os.chmod("/s/shm", 0o1777)
+    self._overlay("/template", "/s/rw/root", "/s/m")
+    kernel.bind("/template", "/s/template")
+    for path in self.system:
+      os.mkdir(f"/s/lower{path}")
+      kernel.bind(f"/lower{path}", f"/s/lower{path}")
+      self._overlay(f"/lower{path}", f"/s/rw{path}", f"/s/m{path}")
+    quiet = kernel.MS_NOSUID | kernel.MS_NOEXEC
+    kernel.mount("proc", "/s/m/proc", "proc", quiet | kernel.MS_NODEV)
+    kernel.bind("/dev", "/s/m/dev", recursive=True)
+    kernel.mount(
+      "devpts", "/s/m/dev/pts", "devpts", quiet,
+      "newinstance,ptmxmode=0666,mode=620",
+    )  # fmt: skip
+    kernel.bind("/s/shm", "/s/m/dev/shm")
+    kernel.make_read_only("/s/m/dev", kernel.MS_NOSUID)
+    for index, target in enumerate(self.binds):
+      kernel.bind(f"/binds/{index}", f"/s/m{target}")
+      kernel.make_read_only(f"/s/m{target}")
+    kernel.enter_root("/s")
+
+  def _overlay(self, lower: str, private: str, target: str) -> None:
+    os.makedirs(f"{private}/w")
+    os.mkdir(f"{private}/u", 0o755)
+    owner = FIRST_ID if self.root else 0
+    os.chown(f"{private}/u", owner, owner)
+    # In a user namespace only user attributes may be written; as root the
+    # trusted ones allow redirects too, without which renaming a lower
+    # directory fails with EXDEV.
+    options = "redirect_dir=on" if self.root else "userxattr"
+    kernel.mount(
+      "overlay", target, "overlay", 0,
+      f"lowerdir={lower},upperdir={private}/u,workdir={private}/w,{options}",
+    )  # fmt: skip
+
+
+def has_all_ids() -> bool:
+  """Whether this process is root of the whole machine, not of a namespace."""
+  with open("/proc/self/uid_map") as file:
+    whole = file.read().split() == ["0", "0", "4294967295"]
+  return whole and os.geteuid() == 0
+
+
+def write_maps(process: str, users: str, groups: str) -> None:
+  """Gives the user namespace of `/proc/<pid>` its ids."""
+  with open(f"{process}/uid_map", "w") as file:
+    file.write(users)
+  try:
+    with open(f"{process}/gid_map", "w") as file:
+      file.write(groups)
+  except PermissionError:
+    with open(f"{process}/setgroups", "w") as file:
+      file.write("deny")
+    with open(f"{process}/gid_map", "w") as file:
+      file.write(groups)
+
+
+def _user_namespace(stage: Stage) -> int:
+  """A file descriptor of a user namespace with a sandbox's ids."""
+  ready_r, ready_w = os.pipe()
+  done_r, done_w = os.pipe()
+  pid = os.fork()
+  if pid == 0:
+    try:
+      kernel.unshare(kernel.CLONE_NEWUSER, "user")
+      os.write(ready_w, b"r")
+      os.close(done_w)
+      os.read(done_r, 1)
+    finally:
+      os._exit(0)
+  os.close(ready_w)
+  os.close(done_r)
+  try:
+    if os.read(ready_r, 1) != b"r":
+      raise OSError(1, "unshare user: refused in the zygote's child")
+    write_maps(f"/proc/{pid}", stage.maps(), stage.maps())
+    return os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+  finally:
+    os.close(done_w)
+    os.close(ready_r)
+    os.waitpid(pid, 0)
+
+
+class Spare:
+  """An init that has booted, or is about to, and waits for its user."""
+
+  def __init__(
+    self, number: int, pid: int, disk_mb: int, link: socket.socket
+  ) -> None:
+    self.number = number
+    self.pid = pid
+    self.disk_mb = disk_mb  # fixed when its disk was mounted
+    self.link = link
+
+
+class Zygote:
+  """The loop: keeps spares, hands them over, maps ids, reaps, reports.
+
+  Entering a control group waits for a grace period of the kernel (10 ms and
+  more), mounts and namespaces take some too. So a spare does all that ahead,
+  with the disk size asked for last; a request then only names its limits.
+  """
+
+  def __init__(self, control: socket.socket, config: dict[str, Any]) -> None:
+    self.control = control
+    self.owner_fd = os.pidfd_open(int(config["owner"].split("-")[0]))
+    self.own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY)
+    self.stage = Stage(config)
+    self.num_spares = int(config["spares"])
+    self.next_number = 0
+    self.poll = select.poll()
+    self.poll.register(control, select.POLLIN)
+    self.poll.register(self.owner_fd, select.POLLIN)
+    self.links: dict[int, Spare] = {}  # those whose ids are not mapped yet
+    self.spares: list[Spare] = []
+    self.living: dict[int, tuple[int, int]] = {}  # pidfd -> (pid, number)
+    self.requests: dict[int, int] = {}  # number -> the farm's id
+
+  def send(self, **event: Any) -> None:
+    """Reports one event to the farm."""
+    try:
+      self.control.send(json.dumps(event).encode())
+    except (BrokenPipeError, ConnectionResetError):
+      self.leave()
+
+  def leave(self) -> NoReturn:
+    """Ends all sandboxes and the zygote."""
+    for pidfd in self.living:
+      with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    for pid, number in self.living.values():
+      os.waitpid(pid, 0)
+      if self.stage.groups:
+        self.stage.groups.remove(str(number))
+    if self.stage.groups:
+      self.stage.groups.close()
+    os._exit(0)
+
+  def run(self) -> NoReturn:
+    """Serves until the farm or its process goes."""
+    groups = self.stage.groups
+    self.send(
+      event="ready",
+      root=self.stage.root,
+      shifted=self.stage.shifted,
+      controllers=groups.controllers() if groups else [],
+    )
+    while True:
+      for fd, _ in self.poll.poll():
+        if fd == self.owner_fd:
+          self.leave()
+        elif fd == self.control.fileno():
+          self.serve_request()
+        elif fd in self.links:
+          self.map_ids(fd)
+        elif fd in self.living:
+          self.reap(fd)
+
+  def serve_request(self) -> None:
+    """Reads one request with the sandbox's socket; hands a spare over."""
+    try:
+      message, ancillary, _, _ = self.control.recvmsg(
+        1 << 16, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC
+      )
+    except ConnectionResetError:
+      self.leave()
+    if not message:
+      self.leave()
+    request = json.loads(message)
+    fds = array.array("i")
+    for _, _, data in ancillary:
+      fds.frombytes(data)
+    with socket.socket(fileno=fds[0]) as channel:
+      try:
+        self.hand_over(request["id"], request["limits"], channel)
+      except OSError as error:
+        with contextlib.suppress(OSError):
+          channel.sendall(
+            wire.encode({"error": str(error), "code": error.errno})
+          )
+        self.send(event="gone", id=request["id"], status=-1)
+        return
+    with contextlib.suppress(OSError):  # the next request will tell
+      while len(self.spares) < self.num_spares:
+        self.spares.append(self.fork_spare(request["limits"]["disk_mb"]))
+
+  def hand_over(
+    self, request: int, limits: dict[str, int], channel: socket.socket
+  ) -> None:
+    """Gives the channel to a spare with the right disk, made if need be."""
+    disk_mb = limits["disk_mb"]
+    for spare in [s for s in self.spares if s.disk_mb != disk_mb]:
+      self.spares.remove(spare)
+      spare.link.close()
+      os.kill(spare.pid, signal.SIGKILL)
+    spare = self.spares.pop(0) if self.spares else self.fork_spare(disk_mb)
+    self.requests[spare.number] = request
+    if self.stage.groups:
+      # Files on its disk are charged to the same group; init is a process.
+      memory = (limits["memory_mb"] + disk_mb) << 20
+      self.stage.groups.limit(
+        str(spare.number), memory, limits["processes"] + 1
+      )
+    message = json.dumps(limits).encode()
+    try:
+      socket.send_fds(spare.link, [message], [channel.fileno()])
+    finally:
+      if spare.link.fileno() not in self.links:
+        spare.link.close()
+
+  def fork_spare(self, disk_mb: int) -> Spare:
+    """Forks an init into a pid namespace and control groups of its own."""
+    number, self.next_number = self.next_number, self.next_number + 1
+    files: dict[str, list[str]] = {"join": [], "memory": [], "pids": []}
+    if self.stage.groups:
+      files = self.stage.groups.create(str(number))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    kernel.unshare(kernel.CLONE_NEWPID, "pid")
+    pid = os.fork()
+    if pid == 0:
+      self.become_init(disk_mb, files, theirs)
+    # Only the next child was to enter the new namespace.
+    kernel.setns(self.own_pid_namespace, kernel.CLONE_NEWPID)
+    theirs.close()
+    pidfd = os.pidfd_open(pid)
+    self.living[pidfd] = (pid, number)
+    self.poll.register(pidfd, select.POLLIN)
+    spare = Spare(number, pid, disk_mb, ours)
+    self.links[ours.fileno()] = spare
+    self.poll.register(ours, select.POLLIN)
+    return spare
+
+  def become_init(
+    self, disk_mb: int, files: dict[str, list[str]], link: socket.socket
+  ) -> NoReturn:
+    """In the child: groups, mounts, namespaces; then serves as pid 1."""
+    handover: list[tuple[dict[str, int], socket.socket]] = []
+    try:
+      error: BaseException | None = None
+      try:
+        init = self._boot(disk_mb, files, link, handover)
+      except BaseException as failure:
+        error = failure
+      while not handover:
+        _read_link(link, handover)
+      limits, channel = handover[0]
+      link.close()
+      if error is None:
+        init.serve(channel, limits)
+      code = getattr(error, "errno", None)
+      channel.sendall(wire.encode({"error": str(error), "code": code}))
+    finally:
+      os._exit(1)
+
+  def _boot(
+    self,
+    disk_mb: int,
+    files: dict[str, list[str]],
+    link: socket.socket,
+    handover: list[tuple[dict[str, int], socket.socket]],
+  ) -> inside.Init:
+    self.control.detach()
+    os.closerange(3, link.fileno())
+    os.closerange(link.fileno() + 1, 1 << 16)
+    counters = {}
+    for kind in ("memory", "pids"):
+      counters[kind] = [os.open(p, os.O_RDONLY) for p in files[kind]]
+    for path in files["join"]:
+      with open(path, "w") as file:
+        file.write("0")
+    # When memory runs out its commands shall go and it shall stay; where
+    # this is not allowed they still volunteer (see `inside`).
+    with contextlib.suppress(OSError):
+      with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("-1000")
+    self.stage.mount_sandbox(disk_mb)
+    kernel.unshare(
+      kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC
+      | kernel.CLONE_NEWUTS | kernel.CLONE_NEWNET,
+      "user, mount, ipc, uts, net",
+    )  # fmt: skip
+    link.send(b"map")
+    while not _read_link(link, handover):
+      pass
+    os.setresgid(0, 0, 0)
+    os.setresuid(0, 0, 0)
+    if self.stage.root:
+      os.setgroups([])
+    # After the ids, as changing them clears it.
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    return inside.Init(counters, self.stage.system, disk_mb)
+
+  def map_ids(self, fd: int) -> None:
+    """An init has its user namespace: write the maps, tell it to go on."""
+    spare = self.links.pop(fd)
+    self.poll.unregister(fd)
+    try:
+      if spare.link.recv(16) == b"map":
+        maps = self.stage.maps()
+        write_maps(f"/proc/{spare.pid}", maps, maps)
+        spare.link.send(b"mapped")
+    except OSError as error:
+      with contextlib.suppress(OSError):
+        spare.link.send(f"uid_map: {error}".encode())
+    if spare not in self.spares:
+      spare.link.close()
+
+  def reap(self, pidfd: int) -> None:
+    """An init has ended, and with it its sandbox."""
+    pid, number = self.living.pop(pidfd)
+    self.poll.unregister(pidfd)
+    os.close(pidfd)
+    _, status = os.waitpid(pid, 0)
+    for spare in [s for s in self.spares if s.number == number]:
+      self.spares.remove(spare)
+    if self.stage.groups:
+      self.stage.groups.remove(str(number))
+    request = self.requests.pop(number, None)
+    if request is not None:
+      self.send(event="gone", id=request, status=status)
+
+
+def _read_link(
+  link: socket.socket, handover: list[tuple[dict[str, int], socket.socket]]
+) -> bool:
+  """In an init: reads one message; whether it was "your ids are mapped"."""
+  message, fds, _, _ = socket.recv_fds(link, 1 << 16, 1)
+  if fds:
+    handover.append((json.loads(message), socket.socket(fileno=fds[0])))
+    return False
+  if message != b"mapped":
+    raise OSError(1, message.decode() or "the zygote is gone")
+  return True
+
+
+def main() -> NoReturn:
+  """Entry point; ends with one "fatal" event where the kernel says no."""
+  control = socket.socket(fileno=int(sys.argv[1]))
+  config = json.loads(sys.argv[2])
+  os.umask(0o022)
+  kernel.rename_process("t1jax-init")
+  signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the owner's matter
+  signal.signal(signal.SIGTERM, signal.SIG_DFL)
+  sys.path[:] = []  # nothing is imported from here on
+  try:
+    zygote = Zygote(control, config)
+  except OSError as error:
+    fatal = {"event": "fatal", "error": str(error), "code": error.errno}
+    control.send(json.dumps(fatal).encode())
+    sys.exit(1)
+  gc.collect()
+  gc.freeze()
+  gc.disable()
+  zygote.run()
+
+
+if __name__ == "__main__":
+  main()
