@@ -47,8 +47,8 @@ from t1jax.tasks.families.base import Draft, Family, make_draft, make_task
 from t1jax.tasks.overlap import overlaps
 from t1jax.tasks.task import Task
 
-_NUM_CHOICE_RULES = 8
-_NUM_SOURCES = 8
+_NUM_CHOICE_RULES = 6
+_NUM_SOURCES = 5
 _MAX_SHAPES = 4
 
 
@@ -155,15 +155,18 @@ def visible_slots(draft: Draft) -> dict[str, str]:
 
 def shape(draft: Draft) -> tuple[str, ...]:
   """The oracle with each slot's value replaced by {slot}."""
-  by_value = {value: slot for slot, value in draft.slots.items()}
-  return tuple(
-    re.sub(
-      r"[A-Za-z0-9]+",
-      lambda m: f"{{{by_value[m[0]]}}}" if m[0] in by_value else m[0],
-      command,
-    )
-    for command in draft.oracle
-  )
+  found = []
+  for command in draft.oracle:
+    # Longest first: a value may hold another ("lemon.tar", "lemon").
+    for slot, value in sorted(
+      draft.slots.items(), key=lambda item: -len(item[1])
+    ):
+      end = r"(?!\d)" if value[-1].isdigit() else r"(?!\w)"
+      command = re.sub(
+        rf"(?<![\w{{]){re.escape(value)}{end}", f"{{{slot}}}", command
+      )
+    found.append(command)
+  return tuple(found)
 
 
 def bind(template: Iterable[str], values: dict[str, str]) -> tuple[str, ...]:

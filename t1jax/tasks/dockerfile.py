@@ -12,16 +12,13 @@ import fnmatch
 import json
 import posixpath
 import re
-import shlex
 from collections.abc import Mapping
 
 from t1jax.tasks.task import TaskError
 
 _PASSED_OVER = ("CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "MAINTAINER")
 _HEREDOC = re.compile(r"(?<!<)<<(?!<)(-?)\s*(['\"]?)([A-Za-z_][\w.]*)\2")
-_VARIABLE = re.compile(
-  r"\\\$|\$(?:(\w+)|\{(\w+)(?::-((?:[^}\\]|\\.)*))?\})", re.ASCII
-)
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::-([^}]*))?\})", re.ASCII)
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -88,14 +85,14 @@ def parse(text: str) -> list[Step]:
         rest = rest.partition(" ")[2].strip()
       steps.append(Step("from", (rest.split()[0],), line))
     elif word == "WORKDIR":
-      target = _expand(rest.strip("\"'"), env)
+      target = " ".join(_words(rest, env, line))
       workdir = posixpath.normpath(posixpath.join(workdir, target))
       steps.append(Step("workdir", (workdir,), line))
     elif word == "USER":
-      steps.append(Step("user", (_expand(rest, env),), line))
+      steps.append(Step("user", (" ".join(_words(rest, env, line)),), line))
     elif word == "ENV":
       # Docker expands all pairs of a line against what stood before it.
-      pairs = [(k, _expand(v, env)) for k, v in _pairs(rest, line)]
+      pairs = _pairs(rest, env, line)
       env.update(pairs)
       steps += [Step("env", pair, line) for pair in pairs]
     elif word == "COPY":
@@ -224,12 +221,11 @@ def _copy(rest: str, env: Mapping[str, str], workdir: str, line: int) -> Step:
   if rest.startswith("["):
     paths = list(_json_words(rest, line))
   else:
-    paths = _split(rest, line)
+    paths = _words(rest, env, line)
   if len(paths) < 2:
     raise DockerfileError(
       f"Dockerfile line {line}: COPY needs a source and a target"
     )
-  paths = [_expand(path, env) for path in paths]
   target = paths[-1]
   full = posixpath.normpath(posixpath.join(workdir, target))
   if target.endswith(("/", "/.")) or target in (".", ".."):
@@ -237,16 +233,19 @@ def _copy(rest: str, env: Mapping[str, str], workdir: str, line: int) -> Step:
   return Step("copy", (*paths[:-1], full), line, mode)
 
 
-def _pairs(rest: str, line: int) -> list[tuple[str, str]]:
+def _pairs(
+  rest: str, env: Mapping[str, str], line: int
+) -> list[tuple[str, str]]:
   if "=" not in rest.split()[0]:
     name, _, value = rest.partition(" ")
+    value = " ".join(_words(value, env, line))
     if not value:
       raise DockerfileError(
         f"Dockerfile line {line}: ENV {name} has no value; write {name}=VALUE"
       )
-    return [(name, value.strip())]
+    return [(name, value)]
   pairs = []
-  for part in _split(rest, line):
+  for part in _words(rest, env, line):
     name, equals, value = part.partition("=")
     if not equals or not name:
       raise DockerfileError(
@@ -256,13 +255,42 @@ def _pairs(rest: str, line: int) -> list[tuple[str, str]]:
   return pairs
 
 
-def _split(text: str, line: int) -> list[str]:
-  try:
-    return shlex.split(text)
-  except ValueError as error:
+def _words(text: str, env: Mapping[str, str], line: int) -> list[str]:
+  """Splits at white space, takes quotes off and expands variables.
+
+  $NAME, ${NAME} and ${NAME:-default}, but not between single quotes; a name
+  that is not set is "".
+  """
+  words: list[str] = []
+  word, quote, at = None, "", 0
+  while at < len(text):
+    char, step = text[at], 1
+    add: str | None = char
+    variable = _VARIABLE.match(text, at) if quote != "'" else None
+    if variable:
+      name = variable[1] or variable[2]
+      add, step = env.get(name, "") or variable[3] or "", len(variable[0])
+    elif char == "\\" and quote != "'" and at + 1 < len(text):
+      # Between double quotes a backslash protects only these three.
+      literal = quote and text[at + 1] not in '"$\\'
+      add, step = text[at : at + 2] if literal else text[at + 1], 2
+    elif char == quote:
+      add, quote = "", ""
+    elif not quote and char in "'\"":
+      add, quote = "", char
+    elif not quote and char.isspace():
+      add = None
+    if add is not None:
+      word = (word or "") + add
+    elif word is not None:
+      words.append(word)
+      word = None
+    at += step
+  if quote:
     raise DockerfileError(
-      f"Dockerfile line {line}: {error}; check the quotes"
-    ) from None
+      f"Dockerfile line {line}: no closing quote; check the quotes"
+    )
+  return words if word is None else [*words, word]
 
 
 def _json_words(text: str, line: int) -> tuple[str, ...]:
@@ -279,14 +307,3 @@ def _json_words(text: str, line: int) -> tuple[str, ...]:
       f'Dockerfile line {line}: {text!r}; expected ["word", "word"]'
     )
   return tuple(found)
-
-
-def _expand(text: str, env: Mapping[str, str]) -> str:
-  """Replaces $NAME, ${NAME} and ${NAME:-default}; an unset name is ""."""
-
-  def value(match: re.Match[str]) -> str:
-    if match[0] == "\\$":
-      return "$"
-    return env.get(match[1] or match[2], "") or match[3] or ""
-
-  return _VARIABLE.sub(value, text)
