@@ -22,30 +22,9 @@ import stat
 import time
 from typing import Any, NoReturn
 
-from t1jax.sandbox import kernel, views, wire
-
-# What a container's root is usually given: change owners, modes and users,
-# bind low ports, chroot. Not: mount, trace, set the clock, configure devices.
-AGENT_CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 31})
-# One more (AUDIT_CONTROL, idle in a user namespace): a process can only be
-# traced by one that has at least its capabilities, so whatever the agent left
-# running cannot trace the tests.
-VERIFIER_CAPABILITIES = AGENT_CAPABILITIES | {30}
+from t1jax.sandbox import kernel, launcher, views, wire
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_STATE_FD, _RESTORE_FD, _COMMAND_FD = 62, 61, 60
-# Bash reads this before the command: it restores the state and asks for it to
-# be saved at the end. The command itself is the argument of a plain `bash -c`,
-# so messages, line numbers and `ps` look as they do anywhere else.
-_SAVE = rb"""
-builtin unset BASH_ENV
-builtin trap '{ builtin set +xv; builtin printf "%s\0" "${PWD-/}"
-builtin declare -px; builtin declare -f; builtin declare -xF
-builtin printf "\0"; } >&62 2>/dev/null' EXIT
-"""
-_FROM_FILE = b'eval "$(</proc/self/fd/60)"'
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_LARGE_ARGUMENT = 100_000  # the kernel refuses one argument of 128 KiB
 _MAX_STATE = 1 << 20
 
 
@@ -79,22 +58,6 @@ class Output:
     return bytes(self.head + gap + tail), dropped
 
 
-class Shell:
-  """What carries over from one command of a view to its next."""
-
-  def __init__(self, env: dict[str, str], cwd: str) -> None:
-    self.env = env
-    self.cwd = cwd
-    self.restore = b""  # bash text: exported variables and functions
-
-  def save(self, dump: bytes) -> None:
-    """Takes what the trap wrote; a torn or huge dump changes nothing."""
-    if dump.endswith(b"\0") and dump.count(b"\0") == 2:
-      cwd, self.restore, _ = dump.split(b"\0")
-      self.cwd = os.fsdecode(cwd)
-      self.env = {}
-
-
 class Init:
   """The server; `serve` never returns."""
 
@@ -112,8 +75,9 @@ class Init:
     self.counters = counters
     self.statuses: dict[int, tuple[int, int]] = {}  # pid -> status, max RSS
     self.leftover_pipes: list[int] = []  # of daemons that still hold them
-    for number in _IGNORED:
-      signal.signal(number, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+      # Handled, not ignored: an exec undoes the one and keeps the other.
+      signal.signal(number, lambda *_: None)
     self.wake_r, wake_w = os.pipe()
     os.set_blocking(self.wake_r, False)
     os.set_blocking(wake_w, False)
@@ -126,8 +90,13 @@ class Init:
       with open("/m/proc/sys/user/max_user_namespaces", "w") as file:
         file.write("0")
     self.views = views.Views(system, disk_mb)
+    self.launchers = {
+      "agent": launcher.Launcher(
+        self.views.files["agent"], launcher.AGENT_CAPABILITIES
+      )
+    }
     home = {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb"}
-    self.shell = Shell(home, "/app")
+    self.shell = launcher.Shell(home, "/app")
 
   def serve(self, channel: socket.socket, limits: dict[str, int]) -> NoReturn:
     """Answers requests until the channel closes.
@@ -137,6 +106,7 @@ class Init:
       limits: fields of `base.Limits`.
     """
     self.channel, self.limits = channel, limits
+    self.limit_resources()
     self.channel.sendall(wire.encode({"ready": True}))
     operations = {
       "exec": self.exec,
@@ -256,7 +226,7 @@ class Init:
     view = request["view"]
     shell = self.shell
     if view != "agent":
-      shell = Shell(request["env"], request["cwd"])
+      shell = launcher.Shell(request["env"], request["cwd"])
     restore = shell.restore + b"\n" + os.fsencode(request["prelude"])
     command = command.replace(b"\0", b"")  # no shell can take one
     before = set(self.processes())
@@ -265,11 +235,12 @@ class Init:
     reader, writer = os.pipe()
     started = time.monotonic()
     try:
-      pid = os.fork()
+      pid = self.launchers[view].spawn(shell, restore, command, writer, state)
     except BlockingIOError:
       return self.no_room(reader, writer, state)
-    if pid == 0:
-      self.become_command(view, shell, restore, command, writer, state)
+    with contextlib.suppress(OSError):
+      with open(f"/m/proc/{pid}/oom_score_adj", "w") as file:
+        file.write("500")  # rather this than init
     os.close(writer)
     os.set_blocking(reader, False)
     output = Output(request["output_bytes"])
@@ -310,54 +281,8 @@ class Init:
     }  # fmt: skip
     return reply, text
 
-  def become_command(
-    self,
-    view: str,
-    shell: Shell,
-    restore: bytes,
-    command: bytes,
-    writer: int,
-    state: int,
-  ) -> NoReturn:
-    """In the child: the view, the limits, the capabilities, then bash."""
-    try:
-      os.setsid()
-      self.restrict(view)
-      self.views.enter(view)
-      message = b""
-      try:
-        os.chdir(shell.cwd)
-      except OSError as error:
-        message = os.fsencode(f"bash: {shell.cwd}: {error.strerror}\n")
-      with open("/dev/null") as null:
-        os.dup2(null.fileno(), 0)
-      os.dup2(writer, 1)
-      os.dup2(writer, 2)
-      if message:
-        os.write(2, message)
-      os.dup2(state, _STATE_FD)
-      os.dup2(memory_file(restore + _SAVE), _RESTORE_FD)
-      first = _RESTORE_FD
-      if len(command) > _LARGE_ARGUMENT:
-        os.dup2(memory_file(command), _COMMAND_FD)
-        command, first = _FROM_FILE, _COMMAND_FD
-      os.closerange(3, first)
-      os.closerange(_STATE_FD + 1, 1 << 16)
-      for number in (*_IGNORED, signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_DFL)
-      env = {**shell.env, "BASH_ENV": f"/proc/self/fd/{_RESTORE_FD}"}
-      os.execve("/bin/bash", ["bash", "-c", "--", command], env)
-    except BaseException as error:
-      with contextlib.suppress(OSError):
-        os.write(writer, os.fsencode(f"cannot run bash: {error}\n"))
-    finally:
-      os._exit(126)
-
-  def restrict(self, view: str) -> None:
-    """In the child: rlimits, and fewer capabilities."""
-    with contextlib.suppress(OSError):
-      with open("/m/proc/self/oom_score_adj", "w") as file:
-        file.write("500")  # rather these than any init
+  def limit_resources(self) -> None:
+    """Sets rlimits, which every command inherits."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if not self.counters["memory"]:
       size = self.limits["memory_mb"] << 20
@@ -365,10 +290,6 @@ class Init:
     if not self.counters["pids"]:
       count = self.limits["processes"] + 1  # init is of the same user
       resource.setrlimit(resource.RLIMIT_NPROC, (count, count))
-    agent = view == "agent"
-    kernel.keep_capabilities(
-      AGENT_CAPABILITIES if agent else VERIFIER_CAPABILITIES
-    )
 
   def follow(
     self, pid: int, reader: int, output: Output, deadline: float
@@ -490,7 +411,9 @@ class Init:
     """Sets where the agent's shell starts and with which variables."""
     with self.views.inside("agent"):
       os.makedirs(request["cwd"], exist_ok=True)
-    self.shell = Shell({**self.shell.env, **request["env"]}, request["cwd"])
+    self.shell = launcher.Shell(
+      {**self.shell.env, **request["env"]}, request["cwd"]
+    )
     return {}, b""
 
   def seal(
@@ -507,13 +430,19 @@ class Init:
     killed = 0
     if not request["keep_processes"]:
       killed = self.kill_all(request, blob)[0]["killed"]
+    self.close_verifier(request, blob)
     self.views.open_verifier(request["keep_system"])
+    self.launchers["verifier"] = launcher.Launcher(
+      self.views.files["verifier"], launcher.VERIFIER_CAPABILITIES
+    )
     return {"killed": killed}, b""
 
   def close_verifier(
     self, request: dict[str, Any], blob: bytes
   ) -> tuple[dict[str, Any], bytes]:
     """Drops the verifier's view with all that was written in it."""
+    if "verifier" in self.launchers:
+      self.launchers.pop("verifier").close()
     self.views.close_verifier()
     return {}, b""
 
@@ -527,16 +456,6 @@ def _descends(pid: int, parents: dict[int, int], from_any: set[int]) -> bool:
     seen.add(pid)
     pid = parents[pid]
   return False
-
-
-def memory_file(content: bytes) -> int:
-  """A file in memory that holds `content`, open at its start."""
-  fd = os.memfd_create("text")
-  view = memoryview(content)
-  while view:
-    view = view[os.write(fd, view) :]
-  os.lseek(fd, 0, os.SEEK_SET)
-  return fd
 
 
 def _drain(reader: int, output: Output) -> bool:
