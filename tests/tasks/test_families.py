@@ -6,6 +6,7 @@ import os
 import pathlib
 import re
 import statistics
+import subprocess
 
 import numpy as np
 import pytest
@@ -70,6 +71,32 @@ def test_what_to_type_is_seen_or_said(one):
       assert command.count("|") <= 1
   turns = [len(base.make_draft(one, "train", i).oracle) for i in range(20)]
   assert statistics.median(turns) >= 3
+
+
+@_each_family
+def test_nothing_is_typed_before_it_was_seen(one, tmp_path):
+  for index in range(3):
+    draft = base.make_draft(one, "train", index)
+    scratch = Scratch(
+      base.make_task(one, "train", index), tmp_path / f"{index}"
+    )
+    scratch.run(())
+    seen = draft.instruction
+    for command in draft.oracle:
+      typed = set(re.findall(r"[a-z]+|[0-9]+", command))
+      names = typed & {*base.WORDS, *draft.slots.values()} - {"on", "off"}
+      unseen = names - set(re.findall(r"[a-z]+|[0-9]+", seen))
+      assert not unseen, (draft.instruction, command)
+      done = subprocess.run(
+        ["/bin/sh", "-c", command],
+        cwd=scratch.app,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+      )
+      assert len(done.stdout.split()) <= 12, (command, done.stdout)
+      seen += done.stdout
 
 
 @_each_family
