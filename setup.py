@@ -15,6 +15,7 @@ REQUIRED = [
   "flax>=0.12,<0.13",
   "gcsfs>=2025.3",
   "grain>=0.2.15,<0.3",
+  "importlib-resources>=6.4,<8",  # tensorflow-datasets writes with it
   "jax>=0.10,<0.13",
   "matplotlib>=3.9,<4",
   "ml-collections>=1.1,<2",
