@@ -22,16 +22,16 @@ _LEADS = "os.path.realpath({link!r}) == os.path.realpath({target!r})".format
 
 
 def _broken_link(rng: np.random.Generator) -> Draft:
-  folder, other, gone, *rest = words(rng, 21)
-  links, names = rest[:6], [f"{name}.txt" for name in rest[6:12]]
+  folder, other, gone, *rest = words(rng, 27)
+  links, names = rest[:8], [f"{name}.txt" for name in rest[8:16]]
   link, target = links[0], f"{folder}/{names[0]}"
   # Each link is named in one file of either folder, by the second at other
   # places: which file is right is seen only in the folder that was asked for.
-  shift = int(rng.integers(1, 6))
+  shift = int(rng.integers(1, 8))
   files = {}
   for i, name in enumerate(names):
-    files[f"{folder}/{name}"] = lines(f"{rest[12 + i]} {links[i]}")
-    files[f"{other}/{name}"] = lines(links[(i + shift) % 6])
+    files[f"{folder}/{name}"] = lines(f"{rest[16 + i]} {links[i]}")
+    files[f"{other}/{name}"] = lines(links[(i + shift) % 8])
   targets = dict(
     zip(links[1:], (f"{folder}/{name}" for name in names[1:]), strict=True)
   )
