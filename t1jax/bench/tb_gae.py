@@ -33,8 +33,7 @@ NUM_TURNS = 60
 MAX_TURNS = 64
 GAMMA_TURN = 0.97
 LAMBDA_TURN = 0.9
-FAST_ROUNDS = 30
-SLOW_ROUNDS = 5
+ROUNDS = 15
 
 
 def recursion_by_token(
@@ -118,33 +117,25 @@ def identities(num_tokens: int = 4096, num_turns: int = 60) -> dict:
   rng = np.random.default_rng(1)
   stream = make_stream(rng, num_tokens, num_turns)
   rewards, values, turn_ids, mask = stream
-  settings = dict(
-    gamma_turn=GAMMA_TURN, lambda_turn=LAMBDA_TURN, num_turns=MAX_TURNS
+  run = jax.jit(
+    functools.partial(advantages.tb_gae, num_turns=MAX_TURNS),
   )
+  clock = dict(gamma_turn=GAMMA_TURN, lambda_turn=LAMBDA_TURN)
 
-  undiscounted, _ = advantages.tb_gae(
-    *map(jnp.asarray, stream),
-    gamma_turn=1.0,
-    lambda_turn=1.0,
-    num_turns=MAX_TURNS,
-  )
-  plain, plain_returns = advantages.gae(
-    *map(jnp.asarray, (rewards, values, mask)), gamma=1.0, lam=1.0
-  )
+  undiscounted, _ = run(*stream, gamma_turn=1.0, lambda_turn=1.0)
+  plain, plain_returns = jax.jit(
+    functools.partial(advantages.gae, gamma=1.0, lam=1.0)
+  )(rewards, values, mask)
 
   terminal = np.zeros_like(rewards)
   terminal[np.flatnonzero(mask)[-1]] = 1.0
-  _, decayed = advantages.tb_gae(
-    *map(jnp.asarray, (terminal, 0 * values, turn_ids, mask)), **settings
-  )
+  _, decayed = run(terminal, 0 * values, turn_ids, mask, **clock)
   crossed = turn_ids.max() - turn_ids
   expected = np.where(mask, (GAMMA_TURN * LAMBDA_TURN) ** crossed, 0.0)
 
-  compact, compact_returns = advantages.tb_gae(
-    *map(jnp.asarray, stream), **settings
-  )
+  compact, compact_returns = run(*stream, **clock)
   longer = insert_observations(stream, rng, num_tokens)
-  expanded, _ = advantages.tb_gae(*map(jnp.asarray, longer), **settings)
+  expanded, _ = run(*longer, **clock)
 
   return {
     "plain_gae": _gap(undiscounted, plain, plain_returns),
@@ -169,9 +160,9 @@ def measure() -> dict:
   by_loop = functools.partial(recursion_by_token, *stream, **clock)
 
   expected, expected_returns = by_loop()
-  fast = _median_seconds(lambda: by_turn(*on_device), FAST_ROUNDS)
-  scan = _median_seconds(lambda: by_token(*on_device), SLOW_ROUNDS)
-  loop = _median_seconds(by_loop, SLOW_ROUNDS)
+  fast, scan, loop = _median_seconds(
+    lambda: by_turn(*on_device), lambda: by_token(*on_device), by_loop
+  )
   return {
     "bench": "tb_gae",
     "num_tokens": NUM_TOKENS,
@@ -187,7 +178,7 @@ def measure() -> dict:
     "milliseconds": round(1e3 * fast, 3),
     "milliseconds_numpy": round(1e3 * loop, 1),
     "milliseconds_scan": round(1e3 * scan, 1),
-    "rounds": {"tb_gae": FAST_ROUNDS, "slow": SLOW_ROUNDS},
+    "rounds": ROUNDS,
     "device": jax.devices()[0].platform,
     "identities": identities(),
   }
@@ -199,14 +190,17 @@ def _gap(found, expected, scale) -> float:
   return float(np.abs(found - expected).max() / np.abs(scale).max())
 
 
-def _median_seconds(function: Callable[[], object], rounds: int) -> float:
-  jax.block_until_ready(function())
-  seconds = []
-  for _ in range(rounds):
-    start = time.perf_counter()
+def _median_seconds(*functions: Callable[[], object]) -> list[float]:
+  """Interleaved, so that a busy moment of the machine hits all alike."""
+  seconds = [[] for _ in functions]
+  for function in functions:
     jax.block_until_ready(function())
-    seconds.append(time.perf_counter() - start)
-  return statistics.median(seconds)
+  for _ in range(ROUNDS):
+    for function, found in zip(functions, seconds, strict=True):
+      start = time.perf_counter()
+      jax.block_until_ready(function())
+      found.append(time.perf_counter() - start)
+  return [statistics.median(found) for found in seconds]
 
 
 if __name__ == "__main__":

@@ -283,7 +283,8 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 @functools.partial(jax.jit, static_argnames=("config",))
 def init_optimizer(params: dict, *, config: OptimizerConfig) -> optax.OptState:
   """The optimiser's first state."""
-  return make_optimizer(config).init(params)
+  with _promotion_as_optax_expects():
+    return make_optimizer(config).init(params)
 
 
 @functools.partial(
@@ -305,13 +306,25 @@ def apply_update(
     clipping: `grad_norm` of all of it, `router_grad_norm` of the routers.
   """
   norms = {
-    "grad_norm": optax.global_norm(gradient),
-    "router_grad_norm": optax.global_norm(_routers(gradient)),
+    "grad_norm": _norm(jax.tree.leaves(gradient)),
+    "router_grad_norm": _norm(_routers(gradient)),
   }
-  updates, opt_state = make_optimizer(config).update(
-    gradient, opt_state, params
-  )
-  return optax.apply_updates(params, updates), opt_state, norms
+  with _promotion_as_optax_expects():
+    updates, opt_state = make_optimizer(config).update(
+      gradient, opt_state, params
+    )
+    params = optax.apply_updates(params, updates)
+  return params, opt_state, norms
+
+
+def _promotion_as_optax_expects():
+  # Optax raises floats to integer step counts, which strict rules forbid.
+  return jax.numpy_dtype_promotion("standard")
+
+
+def _norm(leaves):
+  squares = [jnp.sum(jnp.square(leaf)) for leaf in leaves]
+  return jnp.sqrt(sum(squares, start=jnp.float32(0.0)))
 
 
 def _routers(tree):

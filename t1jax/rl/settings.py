@@ -8,6 +8,44 @@ from collections.abc import Mapping
 ADVANTAGES = ("tb_gae", "token_clock_actions", "token_clock_all")
 
 
+def _from_dict(cls, fields):
+  known = [field.name for field in dataclasses.fields(cls)]
+  for name in fields:
+    if name not in known:
+      near = difflib.get_close_matches(name, known, n=1)
+      hint = f" Did you mean {near[0]!r}?" if near else ""
+      raise ValueError(
+        f"{cls.__name__} has no field {name!r}.{hint} Known fields:"
+        f" {', '.join(known)}."
+      )
+  return cls(**fields)
+
+
+def _check_types(config):
+  """Ints pass for floats; nothing else is converted."""
+  for field in dataclasses.fields(config):
+    value = getattr(config, field.name)
+    if field.type is float and type(value) is int:
+      object.__setattr__(config, field.name, float(value))
+      continue
+    wanted = typing.get_origin(field.type) or field.type
+    if not isinstance(value, wanted) or (
+      isinstance(value, bool) and wanted is not bool
+    ):
+      raise ValueError(
+        f"{type(config).__name__}.{field.name} is {value!r}; expected"
+        f" {getattr(field.type, '__name__', field.type)}."
+      )
+
+
+def _require(config, name, holds, expected):
+  if not holds:
+    raise ValueError(
+      f"{type(config).__name__}.{name} is {getattr(config, name)!r}; expected"
+      f" {expected}."
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
   """AdamW with linear warm-up, global-norm clipping, optional cosine decay."""
@@ -169,41 +207,3 @@ class RLConfig:
       if name in fields and not isinstance(fields[name], OptimizerConfig):
         fields[name] = OptimizerConfig.from_dict(fields[name])
     return _from_dict(cls, fields)
-
-
-def _from_dict(cls, fields):
-  known = [field.name for field in dataclasses.fields(cls)]
-  for name in fields:
-    if name not in known:
-      near = difflib.get_close_matches(name, known, n=1)
-      hint = f" Did you mean {near[0]!r}?" if near else ""
-      raise ValueError(
-        f"{cls.__name__} has no field {name!r}.{hint} Known fields:"
-        f" {', '.join(known)}."
-      )
-  return cls(**fields)
-
-
-def _check_types(config):
-  """Ints pass for floats; nothing else is converted."""
-  for field in dataclasses.fields(config):
-    value = getattr(config, field.name)
-    if field.type is float and type(value) is int:
-      object.__setattr__(config, field.name, float(value))
-      continue
-    wanted = typing.get_origin(field.type) or field.type
-    if not isinstance(value, wanted) or (
-      isinstance(value, bool) and wanted is not bool
-    ):
-      raise ValueError(
-        f"{type(config).__name__}.{field.name} is {value!r}; expected"
-        f" {getattr(field.type, '__name__', field.type)}."
-      )
-
-
-def _require(config, name, holds, expected):
-  if not holds:
-    raise ValueError(
-      f"{type(config).__name__}.{name} is {getattr(config, name)!r}; expected"
-      f" {expected}."
-    )

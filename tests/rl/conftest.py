@@ -1,8 +1,10 @@
 """Made-up trajectories for the RL room, with every field filled."""
 
+import jax
 import numpy as np
 import pytest
 
+from t1jax.models import params as model_params
 from t1jax.models.config import ModelConfig
 from t1jax.rollout.trajectory import (
   AssertionResult,
@@ -29,7 +31,14 @@ def cfg():
     top_k=2,
     d_expert=16,
     moe_layers=(1,),
+    dispatch="dense",  # compiles fast; one test takes the other
   )
+
+
+@pytest.fixture(scope="session")
+def draw_actor(cfg):
+  """Factory: seed -> the actor's parameters, with buffers of their own."""
+  return jax.jit(lambda seed: model_params.init(jax.random.key(seed), cfg))
 
 
 @pytest.fixture(scope="session")
