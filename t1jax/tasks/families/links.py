@@ -22,25 +22,23 @@ _LEADS = "os.path.realpath({link!r}) == os.path.realpath({target!r})".format
 
 
 def _broken_link(rng: np.random.Generator) -> Draft:
-  folder, other, gone, *rest = words(rng, 27)
-  links, names = rest[:8], [f"{name}.txt" for name in rest[8:16]]
+  folder, other, *rest = words(rng, 27)
+  links, names, texts = rest[:8], rest[8:16], rest[16:]
   link, target = links[0], f"{folder}/{names[0]}"
-  # Each link is named in one file of either folder, by the second at other
-  # places: which file is right is seen only in the folder that was asked for.
+  # A link is called like the file that it leads to; the broken one's file
+  # has got another name. The other folder names each link too, elsewhere:
+  # which file is right is seen only in the folder that was asked for.
   shift = int(rng.integers(1, 8))
-  files = {}
+  files = {f"{folder}/{name}": lines(texts[8]) for name in links[1:]}
   for i, name in enumerate(names):
-    files[f"{folder}/{name}"] = lines(f"{rest[16 + i]} {links[i]}")
+    files[f"{folder}/{name}"] = lines(f"{texts[i]} {links[i]}")
     files[f"{other}/{name}"] = lines(links[(i + shift) % 8])
-  targets = dict(
-    zip(links[1:], (f"{folder}/{name}" for name in names[1:]), strict=True)
-  )
-  before = {link: f"{folder}/{gone}.txt", **targets}
-  intact = [_LEADS(link=n, target=t) for n, t in sorted(targets.items())]
+  intact = [_LEADS(link=n, target=f"{folder}/{n}") for n in sorted(links[1:])]
   return Draft(
     instruction=pick(rng, _BROKEN).format(folder=folder),
     files=files,
-    setup="\n".join(f"ln -s {before[name]} {name}" for name in sorted(before)),
+    # One process makes all links, the broken one too.
+    setup=" ".join(["ln -s", *(f"{folder}/{n}" for n in sorted(links)), "."]),
     oracle=(
       "find . -xtype l",
       f"grep -l {link} {folder}/*",

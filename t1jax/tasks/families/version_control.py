@@ -96,8 +96,7 @@ def _merge_branch(rng: np.random.Generator) -> Draft:
   setup = "\n".join(
     [
       "git init -q -b main --template= .",
-      "git config user.name t1jax",
-      "git config user.email t1jax@localhost",
+      "printf '[user]\\nname=t1jax\\nemail=t1jax@localhost\\n' >> .git/config",
       "git fast-import --quiet <<'STREAM'",
       *stream,
       "STREAM",
