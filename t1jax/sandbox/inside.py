@@ -24,7 +24,6 @@ from typing import Any, NoReturn
 
 from t1jax.sandbox import kernel, launcher, views, wire
 
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _MAX_STATE = 1 << 20
 
 
@@ -95,7 +94,12 @@ class Init:
         self.views.files["agent"], launcher.AGENT_CAPABILITIES
       )
     }
-    home = {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb"}
+    home = {
+      "PATH": launcher.PATH,
+      "HOME": "/root",
+      "LANG": "C.UTF-8",
+      "TERM": "dumb",
+    }
     self.shell = launcher.Shell(home, "/app")
 
   def serve(self, channel: socket.socket, limits: dict[str, int]) -> NoReturn:
@@ -223,21 +227,25 @@ class Init:
     self, request: dict[str, Any], command: bytes
   ) -> tuple[dict[str, Any], bytes]:
     """Runs one command to its end, its deadline, or an interrupt."""
-    view = request["view"]
-    shell = self.shell
-    if view != "agent":
-      shell = launcher.Shell(request["env"], request["cwd"])
-    restore = shell.restore + b"\n" + os.fsencode(request["prelude"])
-    command = command.replace(b"\0", b"")  # no shell can take one
+    view, starter = request["view"], self.launchers[request["view"]]
     before = set(self.processes())
     killed, refused = self.counter("memory"), self.counter("pids")
-    state = os.memfd_create("state")
     reader, writer = os.pipe()
+    state = os.memfd_create("state")
     started = time.monotonic()
     try:
-      pid = self.launchers[view].spawn(shell, restore, command, writer, state)
-    except BlockingIOError:
-      return self.no_room(reader, writer, state)
+      if view == "agent":
+        restore = self.shell.restore + b"\n" + os.fsencode(request["prelude"])
+        command = command.replace(b"\0", b"")  # no shell can take one
+        pid = starter.spawn(self.shell, restore, command, writer, state)
+      else:
+        pid = starter.spawn_program(
+          request["argv"], request["env"], request["cwd"], writer
+        )
+    except OSError as error:
+      for fd in (reader, writer, state):
+        os.close(fd)
+      return _not_started(error)
     with contextlib.suppress(OSError):
       with open(f"/m/proc/{pid}/oom_score_adj", "w") as file:
         file.write("500")  # rather this than init
@@ -258,7 +266,7 @@ class Init:
     code, peak_kib = self.statuses.pop(pid)
     self.statuses.clear()
     if view == "agent" and os.fstat(state).st_size <= _MAX_STATE:
-      shell.save(os.pread(state, _MAX_STATE, 0))
+      self.shell.save(os.pread(state, _MAX_STATE, 0))
     os.close(state)
     kept, dropped = output.result()
     if outcome == "ok":
@@ -270,16 +278,6 @@ class Init:
       "outcome": outcome,
     }
     return reply, kept
-
-  def no_room(self, *fds: int) -> tuple[dict[str, Any], bytes]:
-    """The reply when what already runs fills the process limit."""
-    for fd in fds:
-      os.close(fd)
-    text = b"bash: fork: Resource temporarily unavailable\n"
-    reply = {
-      "exit_code": 254, "dropped": 0, "seconds": 0.0, "outcome": "processes",
-    }  # fmt: skip
-    return reply, text
 
   def limit_resources(self) -> None:
     """Sets rlimits, which every command inherits."""
@@ -456,6 +454,18 @@ def _descends(pid: int, parents: dict[int, int], from_any: set[int]) -> bool:
     seen.add(pid)
     pid = parents[pid]
   return False
+
+
+def _not_started(error: OSError) -> tuple[dict[str, Any], bytes]:
+  """The reply when a command cannot start: a limit, or no shell any more."""
+  limits = {errno.EAGAIN: "processes", errno.ENOMEM: "memory"}
+  reply = {
+    "exit_code": 254 if error.errno in limits else 127,
+    "dropped": 0,
+    "seconds": 0.0,
+    "outcome": limits.get(error.errno, "ok"),
+  }
+  return reply, os.fsencode(f"cannot start: {error.strerror}\n")
 
 
 def _drain(reader: int, output: Output) -> bool:

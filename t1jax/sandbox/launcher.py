@@ -23,6 +23,7 @@ AGENT_CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 31})
 # running cannot trace the tests.
 VERIFIER_CAPABILITIES = AGENT_CAPABILITIES | {30}
 
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _STATE_FD, _RESTORE_FD, _COMMAND_FD = 62, 61, 60
 # Bash reads this before the command: it restores the state and asks for it to
 # be saved at the end. The command itself is the argument of a plain `bash -c`,
@@ -89,6 +90,13 @@ class Launcher:
     self._todo.put((shell, restore, command, output, state))
     return self._result()
 
+  def spawn_program(
+    self, argv: list[str], env: dict[str, str], cwd: str, output: int
+  ) -> int:
+    """Starts a program by its absolute path; otherwise like `spawn`."""
+    self._todo.put((Shell(env, cwd), argv, None, output, -1))
+    return self._result()
+
   def close(self) -> None:
     """Ends the thread, which lets go of the view."""
     self._todo.put(None)
@@ -122,8 +130,8 @@ class Launcher:
     self,
     null: int,
     shell: Shell,
-    restore: bytes,
-    command: bytes,
+    before: bytes | list[str],
+    command: bytes | None,
     output: int,
     state: int,
   ) -> int:
@@ -132,24 +140,33 @@ class Launcher:
     except OSError as error:
       os.chdir("/")
       os.write(output, os.fsencode(f"bash: {shell.cwd}: {error.strerror}\n"))
-    files = [memory_file(restore + _SAVE)]
+    moves = [(null, 0), (output, 1), (output, 2)]
+    if command is None:
+      return _posix_spawn(before, shell.env, moves)
+    files = [memory_file(before + _SAVE)]
     if len(command) > _LARGE_ARGUMENT:
       files.append(memory_file(command))
       command = _FROM_FILE
-    moves = [(null, 0), (output, 1), (output, 2), (state, _STATE_FD)]
-    moves += zip(files, (_RESTORE_FD, _COMMAND_FD))
+    moves += [(state, _STATE_FD), *zip(files, (_RESTORE_FD, _COMMAND_FD))]
+    env = {**shell.env, "BASH_ENV": f"/proc/self/fd/{_RESTORE_FD}"}
     try:
-      return os.posix_spawn(
-        "/bin/bash",
-        ["bash", "-c", "--", command],
-        {**shell.env, "BASH_ENV": f"/proc/self/fd/{_RESTORE_FD}"},
-        file_actions=[(os.POSIX_SPAWN_DUP2, *move) for move in moves],
-        setsid=True,
-        setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],
-      )
+      return _posix_spawn(["/bin/bash", "-c", "--", command], env, moves)
     finally:
       for fd in files:
         os.close(fd)
+
+
+def _posix_spawn(
+  argv: list[str | bytes], env: dict[str, str], moves: list[tuple[int, int]]
+) -> int:
+  return os.posix_spawn(
+    argv[0],
+    [os.path.basename(argv[0]), *argv[1:]],
+    env,
+    file_actions=[(os.POSIX_SPAWN_DUP2, *move) for move in moves],
+    setsid=True,
+    setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],
+  )
 
 
 def memory_file(content: bytes) -> int:

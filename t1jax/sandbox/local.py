@@ -11,7 +11,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from t1jax.sandbox import base, wire
+from t1jax.sandbox import base, launcher, wire
 
 if TYPE_CHECKING:
   from t1jax.sandbox import farm as farm_lib
@@ -32,6 +32,7 @@ class LocalSandbox:
     self.limits = limits
     self.number = -1
     self.workdir = "/app"
+    self.default_path = launcher.PATH
     self.env: dict[str, str] = {}
     self._farm = farm
     self._lock = asyncio.Lock()
@@ -86,15 +87,19 @@ class LocalSandbox:
 
   async def exec_verifier(
     self,
-    command: str | bytes | Sequence[str],
+    argv: Sequence[str],
     *,
     timeout_sec: float,
     cwd: str,
     env: Mapping[str, str],
+    output_bytes: int,
   ) -> base.ExecResult:
-    """Runs a command in the verifier's view with exactly this environment."""
-    extra = {"view": "verifier", "prelude": "", "cwd": cwd, "env": dict(env)}
-    return await self._exec(command, timeout_sec, extra)
+    """Runs a program in the verifier's view, in exactly this environment."""
+    extra = {
+      "view": "verifier", "argv": list(argv), "cwd": cwd, "env": dict(env),
+      "output_bytes": output_bytes,
+    }  # fmt: skip
+    return await self._exec(b"", timeout_sec, extra)
 
   async def _exec(
     self,

@@ -4,8 +4,8 @@ Init sees the sandbox's disk: `/m` (the agent's root: overlays), `/rw` (what
 was written), `/lower` and `/template` (the pristine layers), `/image` (what
 set-up wrote into system directories). The agent's root is `/m` and nothing
 else. The verifier gets the pristine system directories with the image's
-changes, everything else as the agent left it, and fresh `/tests` and `/logs`
-on a disk of its own that no process of the agent can reach.
+changes, everything else as the agent left it, and fresh `/tests`, `/logs` and
+`/verifier` on a disk of its own that no process of the agent can reach.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ _SYSTEM = ("etc", "proc", "dev", "sys")
 # Names at the top that would steer the tests' tools, or that are the
 # verifier's own.
 _WITHHELD = frozenset({
-  "tests", "logs", "conftest.py", "pytest.ini", ".pytest.ini", "tox.ini",
-  "pyproject.toml", "setup.cfg", "setup.py",
+  "tests", "logs", "verifier",
+  "conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "pyproject.toml",
+  "setup.cfg", "setup.py",
 })  # fmt: skip
 
 
@@ -102,8 +103,8 @@ class Views:
         _show(f"/m/{name}", f"{root}/{name}")
     for name in ("proc", "dev"):
       kernel.bind(f"/m/{name}", f"{root}/{name}", recursive=True)
-    os.makedirs(f"{root}/logs/verifier")
-    os.mkdir(f"{root}/tests")
+    for name in ("tests", "logs/verifier", "verifier/home", "verifier/bin"):
+      os.makedirs(f"{root}/{name}")
     kernel.enter_root(root)
 
   def _system(self, path: str, target: str, keep: bool) -> None:
