@@ -117,6 +117,8 @@ async def install_environment(
       files.update(dockerfile.copied_files(step, task.room("environment")))
     elif step.kind == "workdir":
       workdir = step.args[0]
+      if workdir != _DEFAULT_WORKDIR:
+        await sandbox.configure(workdir, {})  # makes it
     elif step.kind == "env":
       settings[step.args[0]] = step.args[1]
     elif step.kind == "user" and step.args[0] not in ("root", "0"):
@@ -125,9 +127,9 @@ async def install_environment(
         "is not supported; commands run as the sandbox's root"
       )
     elif step.kind in ("run", "exec"):
-      # WORKDIR makes its directory; an upload makes those of its files.
-      await sandbox.upload(files)
-      files = {}
+      if files:
+        await sandbox.upload(files)
+        files = {}
       await _run(sandbox, task, step, workdir, settings, installs)
       ran = True
   if files:

@@ -25,6 +25,9 @@ from typing import Any, NoReturn
 from t1jax.sandbox import kernel, launcher, views, wire
 
 _MAX_STATE = 1 << 20
+_ENVIRONMENT = {
+  "PATH": launcher.PATH, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb",
+}  # fmt: skip
 
 
 class Output:
@@ -94,13 +97,7 @@ class Init:
         self.views.files["agent"], launcher.AGENT_CAPABILITIES
       )
     }
-    home = {
-      "PATH": launcher.PATH,
-      "HOME": "/root",
-      "LANG": "C.UTF-8",
-      "TERM": "dumb",
-    }
-    self.shell = launcher.Shell(home, "/app")
+    self.shell = launcher.Shell(_ENVIRONMENT, "/app")
 
   def serve(self, channel: socket.socket, limits: dict[str, int]) -> NoReturn:
     """Answers requests until the channel closes.
@@ -406,12 +403,11 @@ class Init:
   def configure(
     self, request: dict[str, Any], blob: bytes
   ) -> tuple[dict[str, Any], bytes]:
-    """Sets where the agent's shell starts and with which variables."""
+    """A new shell for the agent: where it starts, what its variables add."""
     with self.views.inside("agent"):
       os.makedirs(request["cwd"], exist_ok=True)
-    self.shell = launcher.Shell(
-      {**self.shell.env, **request["env"]}, request["cwd"]
-    )
+    env = {**_ENVIRONMENT, **request["env"]}
+    self.shell = launcher.Shell(env, request["cwd"])
     return {}, b""
 
   def seal(
