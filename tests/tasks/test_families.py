@@ -234,6 +234,13 @@ def test_the_verifier_survives_what_an_agent_leaves(trick, tmp_path):
   assert verdict.passed["made"]  # the others are read all the same
 
 
+def test_a_removed_directory_is_a_failure_not_a_crash(tmp_path):
+  scratch = Scratch(_either_split(_toy(_GOOD)), tmp_path)
+  scratch.run(("cd ..; rm -r app",))
+  verdict = scratch.verify()
+  assert len(verdict.passed) == 4 and not any(verdict.passed.values())
+
+
 def test_setup_runs_once_in_the_environment(tmp_path):
   draft = _toy(_GOOD).generate(np.random.default_rng(0))
   draft = dataclasses.replace(draft, setup="mkdir d\necho x > d/y.txt")

@@ -212,7 +212,8 @@ def make_task(family: Family, split: str, index: int) -> Task:
 
 
 def _dockerfile(draft: Draft) -> bytes:
-  text = "FROM ubuntu:24.04\nWORKDIR /app\n"
+  # An image that has both python3, for the verifier, and git.
+  text = "FROM python:3.12-bookworm\nWORKDIR /app\n"
   if draft.files:
     text += "COPY files/ /app/\n"
   if draft.setup:
@@ -290,11 +291,16 @@ CHECKS = [
 
 
 def main():
-  os.chdir(APP)
+  try:
+    os.chdir(APP)
+    present = True
+  except OSError:
+    # The agent removed or locked the directory: every check has failed.
+    present = False
   tests = []
   for name, kind, function in CHECKS:
     try:
-      passed = bool(function())
+      passed = present and bool(function())
     except Exception:
       passed = False
     status = "passed" if passed else "failed"
