@@ -316,6 +316,8 @@ def _make_directory(binds: Mapping[str, str]) -> str:
   parent = run_directory()
   try:
     os.makedirs(parent, mode=0o755, exist_ok=True)
+    if os.stat(parent).st_uid != os.geteuid():
+      raise PermissionError(errno.EACCES, "it belongs to another user")
     owner = f"{os.getpid()}-{_start_time(os.getpid())}"
     for index in range(1000):
       path = os.path.join(parent, f"{owner}-{index}")

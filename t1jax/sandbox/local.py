@@ -110,8 +110,10 @@ class LocalSandbox:
     if not isinstance(command, str | bytes):
       command = shlex.join(command)
     if isinstance(command, str):
-      # A command sampled token by token may hold half a character.
-      command = command.encode("utf-8", "surrogateescape")
+      try:
+        command = command.encode("utf-8", "surrogateescape")
+      except UnicodeEncodeError:  # half a pair, which stands for no byte
+        command = command.encode("utf-8", "replace")
     request = {
       "op": "exec",
       "timeout": timeout_sec,

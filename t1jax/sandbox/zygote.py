@@ -252,7 +252,6 @@ class Zygote:
   def __init__(self, control: socket.socket, config: dict[str, Any]) -> None:
     self.control = control
     self.owner_fd = os.pidfd_open(int(config["owner"].split("-")[0]))
-    self.own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY)
     self.stage = Stage(config)
     self.num_spares = int(config["spares"])
     self.next_number = 0
@@ -363,12 +362,9 @@ class Zygote:
     if self.stage.groups:
       files = self.stage.groups.create(str(number))
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    kernel.unshare(kernel.CLONE_NEWPID, "pid")
-    pid = os.fork()
+    pid = _fork_first_of_namespace()
     if pid == 0:
       self.become_init(disk_mb, files, theirs)
-    # Only the next child was to enter the new namespace.
-    kernel.setns(self.own_pid_namespace, kernel.CLONE_NEWPID)
     theirs.close()
     pidfd = os.pidfd_open(pid)
     self.living[pidfd] = (pid, number)
@@ -468,6 +464,34 @@ class Zygote:
       self.send(event="gone", id=request, status=status)
 
 
+def _fork_first_of_namespace() -> int:
+  """Forks a child that is pid 1 of a new pid namespace; 0 in the child.
+
+  A process that asks for such a namespace only sends its children there, for
+  good, so one in between asks, forks, and leaves its child to us.
+  """
+  reader, writer = os.pipe()
+  between = os.fork()
+  if between == 0:
+    try:
+      kernel.unshare(kernel.CLONE_NEWPID, "pid")
+      child = os.fork()
+      if child == 0:
+        return 0
+      os.write(writer, str(child).encode())
+    except OSError as error:
+      os.write(writer, f"{error.errno} {error.strerror}".encode())
+    os._exit(0)
+  os.close(writer)
+  with open(reader, "rb") as pipe:
+    said = pipe.read(4096).decode()
+  os.waitpid(between, 0)
+  if not said.isdigit():
+    code, _, text = said.partition(" ")
+    raise OSError(int(code or 1), text or "a fork failed")
+  return int(said)
+
+
 def _read_link(
   link: socket.socket, handover: list[tuple[dict[str, int], socket.socket]]
 ) -> bool:
@@ -487,6 +511,7 @@ def main() -> NoReturn:
   config = json.loads(sys.argv[2])
   os.umask(0o022)
   kernel.rename_process("t1jax-init")
+  kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the owner's matter
   signal.signal(signal.SIGTERM, signal.SIG_DFL)
   sys.path[:] = []  # nothing is imported from here on
