@@ -60,6 +60,12 @@ def test_shapes_bind_only_what_the_instruction_shows():
       assert draft.slots["name"] not in " ".join(commands)
 
 
+def test_leaves_out_only_what_changes_nothing():
+  looks = ("cat a", "grep -l x *", "sort -k2 a | head -n 1", "find . -xtype l")
+  does = ("cat a > b", "find . -delete", "sort -o a a", "sh a.sh", "mv a b")
+  assert bench.acts((*looks, *does)) == does
+
+
 def test_prints_one_json_line(capsys):
   bench.main(["--instances=2", "--families=fix_mode"])
   out = capsys.readouterr().out
