@@ -4,6 +4,7 @@ Axes: B rows, S queries, C keys (C = S without a cache), J key/value heads,
 G queries per key/value head (J * G query heads), P head width, D model width.
 """
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
@@ -11,6 +12,8 @@ from t1jax.models.config import ModelConfig
 
 # Finite, so that a padding query (no key at all) gets finite output, not NaN.
 _MASKED = -1e30
+# Queries per chunk.
+_CHUNK = 128
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -39,29 +42,48 @@ def rotate(x_BxSxHxP: jax.Array, table) -> jax.Array:
   return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-def packed_mask(segment_ids_BxS: jax.Array) -> jax.Array:
-  """Returns [B, S, S] bool: key at or before the query in its own segment.
+@flax.struct.dataclass
+class Visibility:
+  """Who sees whom: key c is visible to query s of the same row when
+
+    key_order[c] <= query_order[s]  and  key_segment[c] == query_segment[s]
+
+  Kept as four small arrays, not as a [B, S, C] mask, so that long rows build
+  only the part they are at. In `causal` visibility (packed rows) order is the
+  index in the row, so a prefix of queries needs only that prefix of keys.
+  """
+
+  query_order_BxS: jax.Array
+  key_order_BxC: jax.Array
+  query_segment_BxS: jax.Array
+  key_segment_BxC: jax.Array
+  causal: bool = flax.struct.field(pytree_node=False)
+
+
+def packed(segment_ids_BxS: jax.Array) -> Visibility:
+  """Each token sees itself and what precedes it in its own segment.
 
   Padding (segment 0) sees padding alone; nothing real sees it.
   """
   s = segment_ids_BxS.shape[1]
-  same = segment_ids_BxS[:, :, None] == segment_ids_BxS[:, None, :]
-  return same & jnp.tril(jnp.ones((s, s), jnp.bool_))[None]
+  order = jnp.arange(s, dtype=jnp.int32)[None, :]
+  return Visibility(order, order, segment_ids_BxS, segment_ids_BxS, True)
 
 
-def cache_mask(positions_BxS: jax.Array, length: int) -> jax.Array:
-  """Returns [B, S, C] bool: column at or before the query's position."""
-  columns = jnp.arange(length, dtype=jnp.int32)[None, None, :]
-  return columns <= positions_BxS[:, :, None]
+def cached(positions_BxS: jax.Array, columns: int) -> Visibility:
+  """A token at position p sees the cache columns up to p, its own included."""
+  zero = jnp.zeros((1, 1), jnp.int32)
+  order = jnp.arange(columns, dtype=jnp.int32)[None, :]
+  return Visibility(positions_BxS, order, zero, zero, False)
 
 
 def attention(
   params: dict,
   cfg: ModelConfig,
   x_BxSxD: jax.Array,
-  table,
-  mask_BxSxC: jax.Array,
-  write_at: jax.Array | None,
+  table: tuple[jax.Array, jax.Array],
+  visibility: Visibility,
+  write_at_BxS: jax.Array | None,
   cache: dict | None,
 ) -> tuple[jax.Array, dict | None]:
   """Self-attention of one layer.
@@ -71,8 +93,8 @@ def attention(
     cfg: the model.
     x_BxSxD: normalised input, in the compute dtype.
     table: `rotary_table` of the tokens' positions.
-    mask_BxSxC: which key each query may see.
-    write_at: [B, S] int32 cache column of each token; a column outside the
+    visibility: which keys each query may see.
+    write_at_BxS: int32 cache column of each token; a column outside the
       cache writes nothing. None without a cache.
     cache: {"k", "v"} of [B, C, J, P], or None.
 
@@ -80,40 +102,176 @@ def attention(
     [B, S, D] and the cache with this call's keys and values written.
   """
   dtype = x_BxSxD.dtype
-  weights = jax.tree.map(lambda p: p.astype(dtype), params)
-  q = jnp.einsum("bsd,dhp->bshp", x_BxSxD, weights["q"])
-  k = jnp.einsum("bsd,djp->bsjp", x_BxSxD, weights["k"])
-  v = jnp.einsum("bsd,djp->bsjp", x_BxSxD, weights["v"])
+  # One product and one rotation for all heads instead of three and two.
+  names = ("q", "k", "v")
+  wide = jnp.concatenate([params[n].astype(dtype) for n in names], axis=1)
+  heads = jnp.einsum("bsd,dhp->bshp", x_BxSxD, wide)
+  h, j = cfg.num_heads, cfg.num_kv_heads
+  qk, v = heads[:, :, : h + j], heads[:, :, h + j :]
   if cfg.qk_norm:
-    q = rms_norm(q, params["q_norm"], cfg.norm_eps)
-    k = rms_norm(k, params["k_norm"], cfg.norm_eps)
-  q, k = rotate(q, table), rotate(k, table)
+    q = rms_norm(qk[:, :, :h], params["q_norm"], cfg.norm_eps)
+    k = rms_norm(qk[:, :, h:], params["k_norm"], cfg.norm_eps)
+    qk = jnp.concatenate([q, k], axis=2)
+  qk = rotate(qk, table)
+  q, k = qk[:, :, :h], qk[:, :, h:]
   if cache is not None:
     rows = jnp.arange(x_BxSxD.shape[0], dtype=jnp.int32)[:, None]
     cache = {
       name: cache[name]
-      .at[rows, write_at]
-      .set(new.astype(cache[name].dtype), mode="drop", unique_indices=True)
+      .at[rows, write_at_BxS]
+      .set(new.astype(cache[name].dtype), mode="drop")
       for name, new in (("k", k), ("v", v))
     }
-    k, v = cache["k"].astype(dtype), cache["v"].astype(dtype)
-  b, s, h, p = q.shape
-  q = q.reshape(b, s, cfg.num_kv_heads, h // cfg.num_kv_heads, p)
-  # Grouped: each key/value head meets its G queries without being repeated.
-  out = _attend(q, k, v, mask_BxSxC)
-  out = jnp.einsum("bshp,hpd->bsd", out.reshape(b, s, h, p), weights["o"])
+    columns = visibility.key_order_BxC.shape[1]
+    k, v = (cache[name][:, :columns].astype(dtype) for name in ("k", "v"))
+  out = attend(q, k, v, visibility)
+  out = jnp.einsum("bshp,hpd->bsd", out, params["o"].astype(dtype))
   return out, cache
 
 
-def _attend(q_BxSxJxGxP, k_BxCxJxP, v_BxCxJxP, mask_BxSxC):
-  """Softmax attention, probabilities in float32; returns q's shape."""
-  scale = q_BxSxJxGxP.shape[-1] ** -0.5
+def attend(
+  q_BxSxHxP: jax.Array,
+  k_BxCxJxP: jax.Array,
+  v_BxCxJxP: jax.Array,
+  visibility: Visibility,
+) -> jax.Array:
+  """Grouped softmax attention, probabilities in float32; returns q's shape.
+
+  Each key/value head meets its G queries as the rows of one matrix, so that
+  keys are not repeated and every product is a plain batched one. Queries go
+  in chunks: up to 8 unrolled ones, each against the keys it can see, else a
+  loop whose memory is one chunk's.
+  """
+  b, s, h, p = q_BxSxHxP.shape
+  j = k_BxCxJxP.shape[2]
+  q = (q_BxSxHxP * p**-0.5).reshape(b, s, j, h // j, p)
+  if s == 1:
+    return _attend_one(q[:, 0], k_BxCxJxP, v_BxCxJxP, visibility).reshape(
+      b, 1, h, p
+    )
+  q = jnp.transpose(q, (0, 2, 3, 1, 4))  # [B, J, G, S, P]
+  k, v = (jnp.swapaxes(x, 1, 2) for x in (k_BxCxJxP, v_BxCxJxP))
+  if s <= 8 * _CHUNK:
+    chunks = []
+    for start in range(0, s, _CHUNK):
+      end = min(start + _CHUNK, s)
+      keys = end if visibility.causal else k.shape[2]
+      visible = _visible(visibility, start, end - start)[:, :, :keys]
+      chunks.append(
+        _softmax_attention(
+          q[:, :, :, start:end], k[:, :, :keys], v[:, :, :keys], visible
+        )
+      )
+    out = jnp.concatenate(chunks, axis=3)
+  else:
+    padding = -s % _CHUNK
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, padding), (0, 0)))
+    visibility = visibility.replace(
+      query_order_BxS=_pad(visibility.query_order_BxS, padding),
+      query_segment_BxS=_pad(visibility.query_segment_BxS, padding),
+    )
+
+    @jax.checkpoint
+    def one(start):
+      part = jax.lax.dynamic_slice_in_dim(q, start, _CHUNK, axis=3)
+      return _softmax_attention(part, k, v, _visible(visibility, start, _CHUNK))
+
+    starts = jnp.arange(0, s + padding, _CHUNK, dtype=jnp.int32)
+    out = jnp.moveaxis(jax.lax.map(one, starts), 0, 3)
+    out = out.reshape(*q.shape[:3], s + padding, p)[:, :, :, :s]
+  return jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(b, s, h, p)
+
+
+def _pad(x_BxS, padding):
+  if x_BxS.shape[1] == 1:  # one value for the whole row
+    return x_BxS
+  return jnp.pad(x_BxS, ((0, 0), (0, padding)))
+
+
+def _visible(visibility, start, size):
+  """The [B, size, C] part of the mask for queries from `start`."""
+
+  def part(x_BxS):
+    if x_BxS.shape[1] == 1:
+      return x_BxS[:, :, None]
+    return jax.lax.dynamic_slice_in_dim(x_BxS, start, size, axis=1)[:, :, None]
+
+  before = visibility.key_order_BxC[:, None, :] <= part(
+    visibility.query_order_BxS
+  )
+  same = visibility.key_segment_BxC[:, None, :] == part(
+    visibility.query_segment_BxS
+  )
+  return before & same
+
+
+def _attend_one(q_BxJxGxP, k_BxCxJxP, v_BxCxJxP, visibility):
+  """One query per row, reading keys in the cache's own layout.
+
+  Queries are spread over a block-diagonal [J * G, J * P], which multiplies by
+  zeros but spares a transposed copy of the whole cache at every step.
+  """
+  b, j, g, p = q_BxJxGxP.shape
+  c = k_BxCxJxP.shape[1]
+  eye = jnp.eye(j, dtype=q_BxJxGxP.dtype)[None, :, None, :, None]
+  q = (q_BxJxGxP[:, :, :, None, :] * eye).reshape(b, j * g, j * p)
   scores = jnp.einsum(
-    "bsjgp,bcjp->bjgsc",
-    q_BxSxJxGxP * scale,
-    k_BxCxJxP,
+    "bhq,bcq->bhc",
+    q,
+    k_BxCxJxP.reshape(b, c, j * p),
     preferred_element_type=jnp.float32,
   )
-  scores = jnp.where(mask_BxSxC[:, None, None], scores, _MASKED)
-  probs = jax.nn.softmax(scores, axis=-1).astype(v_BxCxJxP.dtype)
-  return jnp.einsum("bjgsc,bcjp->bsjgp", probs, v_BxCxJxP)
+  visible = _visible(visibility, 0, 1)
+  probs = jax.nn.softmax(jnp.where(visible, scores, _MASKED), axis=-1)
+  out = jnp.einsum(
+    "bhc,bcq->bhq", probs.astype(q.dtype), v_BxCxJxP.reshape(b, c, j * p)
+  )
+  return jnp.sum(out.reshape(b, j, g, j, p) * eye, axis=3)
+
+
+@jax.custom_vjp
+def _softmax_attention(q_BxJxGxSxP, k_BxJxCxP, v_BxJxCxP, visible_BxSxC):
+  """softmax(q k^T) v with scaled queries.
+
+  The gradient is written out because it needs only q, k, v, the output and
+  the probabilities; what autodiff saves and re-reads costs twice the time.
+  """
+  return _softmax_attention_fwd(
+    q_BxJxGxSxP, k_BxJxCxP, v_BxJxCxP, visible_BxSxC
+  )[0]
+
+
+def _softmax_attention_fwd(q, k, v, visible):
+  b, j, g, s, p = q.shape
+  c = k.shape[2]
+  scores = jnp.einsum(
+    "bjsp,bjcp->bjsc",
+    q.reshape(b, j, g * s, p),
+    k,
+    preferred_element_type=jnp.float32,
+  ).reshape(b, j, g, s, c)
+  scores = jnp.where(visible[:, None, None], scores, _MASKED)
+  probs = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+  probs = probs.reshape(b, j, g * s, c)
+  out = jnp.einsum("bjsc,bjcp->bjsp", probs, v)
+  out = out.reshape(q.shape).astype(q.dtype)
+  return out, (q, k, v, probs, out)
+
+
+def _softmax_attention_bwd(saved, grad):
+  q, k, v, probs, out = saved
+  b, j, g, s, p = q.shape
+  q, out, grad = (x.reshape(b, j, g * s, p) for x in (q, out, grad))
+  f32 = jnp.float32
+  grad_v = jnp.einsum("bjsc,bjsp->bjcp", probs, grad)
+  grad_probs = jnp.einsum(
+    "bjsp,bjcp->bjsc", grad, v, preferred_element_type=f32
+  )
+  mean = jnp.sum(out.astype(f32) * grad.astype(f32), axis=-1, keepdims=True)
+  grad_scores = (probs.astype(f32) * (grad_probs - mean)).astype(q.dtype)
+  grad_q = jnp.einsum("bjsc,bjcp->bjsp", grad_scores, k)
+  grad_k = jnp.einsum("bjsc,bjsp->bjcp", grad_scores, q)
+  return grad_q.reshape(b, j, g, s, p), grad_k, grad_v, None
+
+
+_softmax_attention.defvjp(_softmax_attention_fwd, _softmax_attention_bwd)

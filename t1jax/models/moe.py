@@ -4,14 +4,15 @@ Axes: B rows, S tokens, T = B * S, D model width, E experts, K experts per
 token, C slots per expert, F inner width of an expert.
 """
 
-import math
-
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from t1jax.models.config import ModelConfig
+
+# Up to here every expert on every token is cheaper than sorting (decoding).
+_FEW_TOKENS = 64
 
 
 @flax.struct.dataclass
@@ -38,9 +39,10 @@ def moe(
   replay_BxSxK: jax.Array | None,
   *,
   recorded: bool = False,
-  capacity: int | None = None,
+  slots_per_expert: int | None = None,
 ) -> tuple[jax.Array, Routing]:
-  """One MoE layer; arguments as in `transformer.apply`.
+  """One MoE layer; arguments as in `transformer.apply` (its `capacity` is
+  `slots_per_expert`).
 
   Returns:
     [B, S, D] in x's dtype and the routing that was used.
@@ -57,11 +59,12 @@ def moe(
   x = x_BxSxD.reshape(b * s, d)
   ids = routing.ids_BxSxK.reshape(b * s, cfg.top_k)
   weights = routing.weights_BxSxK.reshape(b * s, cfg.top_k)
-  if cfg.dispatch == "dense":
+  few = b * s <= _FEW_TOKENS and slots_per_expert is None
+  if cfg.dispatch == "dense" or few:
     out = dense(params, x, ids, weights)
   else:
-    out = dispatch_capacity(
-      params, x, ids, weights, routing.load_E, capacity=capacity
+    out = capacity(
+      params, x, ids, weights, routing.load_E, slots_per_expert=slots_per_expert
     )
   if cfg.d_shared:
     out = out + swiglu(params["shared"], x)
@@ -119,6 +122,7 @@ def route(
     weights = jax.nn.softmax(at_ids(logits_BxSxE), axis=-1)
   else:
     weights = at_ids(jax.nn.softmax(logits_BxSxE, axis=-1))
+  weights = jnp.where(ids >= 0, weights, 0.0)
   return Routing(
     ids_BxSxK=ids,
     weights_BxSxK=weights,
@@ -176,67 +180,92 @@ def max_load(
   return int(max(loads, default=0))
 
 
-def dispatch_capacity(
+def capacity(
   params: dict,
   x_TxD: jax.Array,
   ids_TxK: jax.Array,
   weights_TxK: jax.Array,
   load_E: jax.Array,
   *,
-  capacity: int | None = None,
+  slots_per_expert: int | None = None,
 ) -> jax.Array:
-  """Groups tokens by expert into [E, C, D], one batched product; dropless.
+  """Sorts assignments into equal groups of one expert each; dropless.
 
-  Returns [T, D]. Without a promised `capacity` an overflow takes the dense
-  path; with one it turns the output into NaN.
+  All groups then pass their expert in one batched product [N, C, D]. With a
+  promised `slots_per_expert` there are N = E groups of that size, and a
+  larger load turns the output into NaN. Without one the groups are small and
+  an expert takes as many as its load asks for: sum_e ceil(load_e / C) never
+  exceeds ceil(T K / C) + E - 1, so no load, however skewed, overflows or
+  changes the cost. (A fixed capacity with a dense fallback trains 4x slower
+  as soon as one expert is popular, and compiles both.)
+
+  Returns [T, D].
   """
-  tokens, k = ids_TxK.shape
+  num_tokens, k = ids_TxK.shape
   num_experts = load_E.shape[0]
-  fullest = jnp.max(load_E)
-  if capacity is not None:
-    out = _capacity(params, x_TxD, ids_TxK, weights_TxK, load_E, capacity)
-    return jnp.where(fullest <= capacity, out, jnp.nan)
-  mean = tokens * k / num_experts
-  capacity = min(tokens, 8 * math.ceil(1.5 * mean / 8))
-  if capacity == tokens:
-    return _capacity(params, x_TxD, ids_TxK, weights_TxK, load_E, capacity)
-  return jax.lax.cond(
-    fullest <= capacity,
-    lambda p, x, w: _capacity(p, x, ids_TxK, w, load_E, capacity),
-    jax.checkpoint(lambda p, x, w: dense(p, x, ids_TxK, w)),
-    params, x_TxD, weights_TxK,
-  )  # fmt: skip
+  experts = jnp.arange(num_experts, dtype=jnp.int32)
+  if slots_per_expert is None:
+    size = _group_size(num_tokens * k // num_experts)
+    num_groups = -(-num_tokens * k // size) + num_experts - 1
+    groups_E = -(-load_E // size)
+    end_E = jnp.cumsum(groups_E)
+    first_E = end_E - groups_E
+    group = jnp.arange(num_groups, dtype=jnp.int32)
+    # Groups past the last used one hold no token; any expert serves them.
+    owner_N = jnp.minimum(
+      jnp.sum(group[:, None] >= end_E[None, :], axis=1, dtype=jnp.int32),
+      num_experts - 1,
+    )
+  else:
+    size, num_groups = slots_per_expert, num_experts
+    first_E, owner_N = experts, None
+  num_slots = num_groups * size
 
-
-def _capacity(params, x_TxD, ids_TxK, weights_TxK, load_E, capacity):
-  tokens, k = ids_TxK.shape
-  num_experts = load_E.shape[0]
-  slots = num_experts * capacity
-  # Position of each assignment among those of its expert, by counting.
+  # The place of an assignment among those of its expert, by counting; in
+  # order of tokens, so that the result does not depend on the sort.
   flat = ids_TxK.reshape(-1)
-  experts = jnp.arange(num_experts, dtype=jnp.int32)[None, :]
-  onehot = (flat[:, None] == experts).astype(jnp.int32)
-  place = jnp.sum(jnp.cumsum(onehot, axis=0) * onehot, axis=1) - 1
-  slot = jnp.where(
-    (flat >= 0) & (place < capacity), flat * capacity + place, slots
-  )
-  assignment = jnp.arange(tokens * k, dtype=jnp.int32)
+  chosen = (flat[:, None] == experts[None, :]).astype(jnp.int32)
+  place = jnp.sum(jnp.cumsum(chosen, axis=0) * chosen, axis=1) - 1
+  slot = jnp.sum(chosen * first_E[None, :], axis=1) * size + place
+  inside = flat >= 0
+  if slots_per_expert is not None:
+    inside = inside & (place < size)
+  slot = jnp.where(inside, slot, num_slots)
+  assignment = jnp.arange(num_tokens * k, dtype=jnp.int32)
   source = (
-    jnp.full((slots,), tokens * k, jnp.int32)
+    jnp.full((num_slots,), num_tokens * k, jnp.int32)
     .at[slot]
     .set(assignment, mode="drop", unique_indices=True)
   )
-  slot_TxK = slot.reshape(tokens, k)
-  dtype = x_TxD.dtype
-  gate, up, down = (params[n].astype(dtype) for n in ("gate", "up", "down"))
+  slot_TxK = slot.reshape(num_tokens, k)
+
+  # Gate and up in one product: a fifth less time than two.
+  gate, up, down = (
+    params[name].astype(x_TxD.dtype) for name in ("gate", "up", "down")
+  )
+  wide = jnp.concatenate([gate, up], axis=2)
+  if owner_N is not None:
+    wide, down = wide[owner_N], down[owner_N]
   inputs = _to_slots(x_TxD, source // k, slot_TxK)
-  inputs = inputs.reshape(num_experts, capacity, -1)
-  hidden = jax.nn.silu(jnp.einsum("ecd,edf->ecf", inputs, gate))
-  hidden = hidden * jnp.einsum("ecd,edf->ecf", inputs, up)
-  outputs = jnp.einsum("ecf,efd->ecd", hidden, down).reshape(slots, -1)
-  picked = _from_slots(outputs, source, slot_TxK)
-  weights = jnp.where(slot_TxK < slots, weights_TxK, 0.0).astype(dtype)
-  return jnp.einsum("tkd,tk->td", picked, weights)
+  inputs = inputs.reshape(num_groups, size, -1)
+  gate, up = jnp.split(jnp.einsum("ncd,ndf->ncf", inputs, wide), 2, axis=2)
+  outputs = jnp.einsum("ncf,nfd->ncd", jax.nn.silu(gate) * up, down)
+  picked = _from_slots(outputs.reshape(num_slots, -1), source, slot_TxK)
+  out = jnp.sum(picked * weights_TxK[..., None].astype(picked.dtype), axis=1)
+  if slots_per_expert is not None:
+    out = jnp.where(jnp.max(load_E) <= slots_per_expert, out, jnp.nan)
+  return out
+
+
+def _group_size(mean_load: int) -> int:
+  """Slots per group: a power of two, at most an eighth of the mean load.
+
+  The E - 1 spare groups then waste at most an eighth of the slots.
+  """
+  size = 8
+  while size * 16 <= mean_load:
+    size *= 2
+  return size
 
 
 # Slots and assignments are inverse to each other, so both directions and both
@@ -244,22 +273,30 @@ def _capacity(params, x_TxD, ids_TxK, weights_TxK, load_E, capacity):
 # which XLA:CPU runs serially.
 
 
-def _gather(x, index):
+# An empty slot may hold any finite token and an assignment without a slot (its
+# weight is 0) may read any output, but neither may pass a gradient on.
+
+
+def _take_any(x, index):
+  return x.at[index].get(mode="clip")
+
+
+def _take_or_zero(x, index):
   return x.at[index].get(mode="fill", fill_value=0)
 
 
 @jax.custom_vjp
 def _to_slots(x_TxD, token_of_slot, slot_TxK):
-  """[T, D] -> [slots, D]; an empty slot is zero."""
-  return _gather(x_TxD, token_of_slot)
+  """[T, D] -> [slots, D]."""
+  return _take_any(x_TxD, token_of_slot)
 
 
 def _to_slots_fwd(x_TxD, token_of_slot, slot_TxK):
-  return _gather(x_TxD, token_of_slot), slot_TxK
+  return _take_any(x_TxD, token_of_slot), slot_TxK
 
 
 def _to_slots_bwd(slot_TxK, grad):
-  return jnp.sum(_gather(grad, slot_TxK), axis=1), None, None
+  return jnp.sum(_take_or_zero(grad, slot_TxK), axis=1), None, None
 
 
 _to_slots.defvjp(_to_slots_fwd, _to_slots_bwd)
@@ -267,16 +304,16 @@ _to_slots.defvjp(_to_slots_fwd, _to_slots_bwd)
 
 @jax.custom_vjp
 def _from_slots(y, source, slot_TxK):
-  """[slots, D] -> [T, K, D]; an assignment without a slot is zero."""
-  return _gather(y, slot_TxK)
+  """[slots, D] -> [T, K, D]."""
+  return _take_any(y, slot_TxK)
 
 
 def _from_slots_fwd(y, source, slot_TxK):
-  return _gather(y, slot_TxK), source
+  return _take_any(y, slot_TxK), source
 
 
 def _from_slots_bwd(source, grad):
-  return _gather(grad.reshape(-1, grad.shape[-1]), source), None, None
+  return _take_or_zero(grad.reshape(-1, grad.shape[-1]), source), None, None
 
 
 _from_slots.defvjp(_from_slots_fwd, _from_slots_bwd)

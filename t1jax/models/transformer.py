@@ -35,6 +35,7 @@ def apply(
   recorded: bool = False,
   capacity: int | None = None,
   cache: tuple | None = None,
+  columns: int | None = None,
 ) -> Outputs:
   """Runs the decoder.
 
@@ -57,8 +58,11 @@ def apply(
       for a sequence's last token (nothing reads its hidden state).
     capacity: static tokens per expert that the caller knows to suffice
       (`moe.capacity_for`); exceeding it yields NaN, never a dropped token.
-      None = chosen here, with a dense fallback.
+      None = nothing is promised and any load fits.
     cache: per layer {"k", "v"} of [B, C, num_kv_heads, head_dim].
+    columns: static promise that every real position is below it: attention
+      then reads only so many columns of the cache, which is most of a decode
+      step's time. Breaking it yields NaN in that row. None = all of them.
 
   Returns:
     Outputs; `cache` is the updated one.
@@ -77,16 +81,16 @@ def apply(
   real_BxS = segment_ids_BxS > 0
   table = attention.rotary_table(cfg, positions_BxS)
   if cache is None:
-    mask, write_at = attention.packed_mask(segment_ids_BxS), None
+    visibility, write_at = attention.packed(segment_ids_BxS), None
   else:
     length = cache[0]["k"].shape[1]
-    mask = attention.cache_mask(positions_BxS, length)
+    visibility = attention.cached(positions_BxS, columns or length)
     write_at = jnp.where(real_BxS, positions_BxS, length)
 
   def layer(tree, x, layer_cache, replay):
     normed = attention.rms_norm(x, tree["attn_norm"], cfg.norm_eps)
     mixed, layer_cache = attention.attention(
-      tree["attn"], cfg, normed, table, mask, write_at, layer_cache
+      tree["attn"], cfg, normed, table, visibility, write_at, layer_cache
     )
     x = x + mixed
     normed = attention.rms_norm(x, tree["mlp_norm"], cfg.norm_eps)
@@ -94,7 +98,7 @@ def apply(
       return x + moe.swiglu(tree["mlp"], normed), layer_cache, None
     out, routing = moe.moe(
       tree["moe"], cfg, normed, real_BxS, replay,
-      recorded=recorded, capacity=capacity,
+      recorded=recorded, slots_per_expert=capacity,
     )  # fmt: skip
     return x + out, layer_cache, routing
 
@@ -113,6 +117,9 @@ def apply(
     caches.append(layer_cache)
     if routing is not None:
       routings.append(routing)
+  if columns is not None:
+    broken = jnp.any(real_BxS & (positions_BxS >= columns), axis=1)
+    x = jnp.where(broken[:, None, None], jnp.nan, x)
   k, e = cfg.top_k, cfg.num_experts
   return Outputs(
     hidden_BxSxD=attention.rms_norm(x, params["final_norm"], cfg.norm_eps),
