@@ -166,6 +166,10 @@ class Farm:
     loop = asyncio.get_running_loop()
     if self.directory is None:
       self.directory = _make_directory(self.binds)
+    elif self._process is not None:
+      # A successor: its sandboxes are numbered from 0 again.
+      await asyncio.to_thread(self._process.wait)
+      await asyncio.to_thread(cgroups.sweep, os.path.basename(self.directory))
     config = {
       "run_dir": self.directory,
       "owner": os.path.basename(self.directory),
@@ -260,24 +264,18 @@ async def probe() -> None:
 
 def explain(error: str, code: int | None) -> str:
   """One line: what the kernel refused, the likely setting, the fix."""
-
-  def setting(path: str) -> str | None:
-    with contextlib.suppress(OSError), open(f"/proc/sys/{path}") as file:
-      return file.read().strip()
-    return None
-
-  if setting("kernel/apparmor_restrict_unprivileged_userns") == "1":
+  if _setting("kernel/apparmor_restrict_unprivileged_userns") == "1":
     why = (
       "AppArmor keeps ordinary users from making user namespaces (Ubuntu "
       "23.10 and later); run as root, or: sudo sysctl -w "
       "kernel.apparmor_restrict_unprivileged_userns=0"
     )
-  elif setting("kernel/unprivileged_userns_clone") == "0":
+  elif _setting("kernel/unprivileged_userns_clone") == "0":
     why = (
       "ordinary users may not make user namespaces; run as root, or: sudo "
       "sysctl -w kernel.unprivileged_userns_clone=1"
     )
-  elif setting("user/max_user_namespaces") == "0":
+  elif _setting("user/max_user_namespaces") == "0":
     why = (
       "user namespaces are off; run: sudo sysctl -w "
       "user.max_user_namespaces=10000"
@@ -299,6 +297,13 @@ def explain(error: str, code: int | None) -> str:
       "and overlayfs is needed"
     )
   return f"this machine cannot make sandboxes: {error}. {why}."
+
+
+def _setting(path: str) -> str | None:
+  """A value below /proc/sys; None where this kernel has none."""
+  with contextlib.suppress(OSError), open(f"/proc/sys/{path}") as file:
+    return file.read().strip()
+  return None
 
 
 def _start_time(pid: int) -> str | None:

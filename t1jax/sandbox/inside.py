@@ -413,7 +413,8 @@ class Init:
   def seal(
     self, request: dict[str, Any], blob: bytes
   ) -> tuple[dict[str, Any], bytes]:
-    """What is in the system directories now is pristine from here on."""
+    """Ends set-up: no process stays, system directories are now pristine."""
+    self.kill_all(request, blob)
     self.views.seal()
     return {}, b""
 

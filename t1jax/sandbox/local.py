@@ -163,7 +163,7 @@ class LocalSandbox:
     await self._call({"op": "configure", "cwd": workdir, "env": self.env})
 
   async def seal(self) -> None:
-    """Makes what is in the system directories now part of the image."""
+    """Ends set-up: kills its processes, makes its changes the image."""
     await self._call({"op": "seal"})
 
   async def kill_all(self) -> int:

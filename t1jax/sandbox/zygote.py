@@ -75,14 +75,10 @@ class Stage:
     for name in ("proc", "dev", "template", "lower", "binds", "s"):
       os.mkdir(f"{top}/{name}")
     kernel.bind(f"{run_dir}/template", f"{top}/template")
-    self._lower(top)
+    places = {path: f"{top}/lower{path}" for path in self.system}
     for index, source in enumerate(self.binds.values()):
-      target = f"{top}/binds/{index}"
-      if os.path.isdir(source):
-        os.mkdir(target)
-      else:
-        os.close(os.open(target, os.O_CREAT))
-      kernel.bind(source, target)
+      places[source] = f"{top}/binds/{index}"
+    self._show_host(places)
     self._devices(f"{top}/dev")
     kernel.bind("/proc", f"{top}/proc", recursive=True)
     groups = self.groups.parents if self.groups else []
@@ -92,26 +88,30 @@ class Stage:
       kernel.bind(hierarchy.root, top + hierarchy.root)
     kernel.enter_root(top)
 
-  def _lower(self, top: str) -> None:
-    for path in self.system:
-      os.mkdir(f"{top}/lower{path}")
+  def _show_host(self, places: dict[str, str]) -> None:
+    """Binds host paths, owners shifted where that is possible."""
+    for source, target in places.items():
+      if os.path.isdir(source):
+        os.mkdir(target)
+      else:
+        os.close(os.open(target, os.O_CREAT))
     if self.root:
       ids = _user_namespace(self)
       try:
-        for path in self.system:
-          kernel.bind_with_ids(path, f"{top}/lower{path}", ids)
+        for source, target in places.items():
+          kernel.bind_with_ids(source, target, ids)
         self.shifted = True
         return
       except OSError:
         # A file system without shifted owners (an overlay as root, kernels
         # before 5.19): bind as it is, owners then show as nobody.
-        for path in self.system:
+        for target in places.values():
           with contextlib.suppress(OSError):
-            kernel.unmount(f"{top}/lower{path}")
+            kernel.unmount(target)
       finally:
         os.close(ids)
-    for path in self.system:
-      kernel.bind(path, f"{top}/lower{path}")
+    for source, target in places.items():
+      kernel.bind(source, target)
 
   def _devices(self, dev: str) -> None:
     kernel.mount("tmpfs", dev, "tmpfs", kernel.MS_NOSUID, "mode=755")
@@ -147,6 +147,7 @@ class Stage:
     for name in ("m", "verify", "lower", "template", "image", "shm"):
       os.mkdir(f"/s/{name}")
     os.chmod("/s/shm", 0o1777)
+    self._own("/s/image")
     self._overlay("/template", "/s/rw/root", "/s/m")
     kernel.bind("/template", "/s/template")
     for path in self.system:
@@ -167,11 +168,14 @@ class Stage:
       kernel.make_read_only(f"/s/m{target}")
     kernel.enter_root("/s")
 
+  def _own(self, path: str) -> None:
+    owner = FIRST_ID if self.root else 0
+    os.chown(path, owner, owner)
+
   def _overlay(self, lower: str, private: str, target: str) -> None:
     os.makedirs(f"{private}/w")
     os.mkdir(f"{private}/u", 0o755)
-    owner = FIRST_ID if self.root else 0
-    os.chown(f"{private}/u", owner, owner)
+    self._own(f"{private}/u")
     # In a user namespace only user attributes may be written; as root the
     # trusted ones allow redirects too, without which renaming a lower
     # directory fails with EXDEV.
