@@ -54,15 +54,22 @@ def estimate(
       )
     by_bucket[min(b for b in rl.buckets if b >= len(trajectory))].append(index)
   advantages, returns = {}, {}
+  by_turn = rl.advantage == "tb_gae"
+  gamma = rl.gamma_turn if by_turn else rl.gamma_token
   if lam is None:
-    by_turn = rl.advantage == "tb_gae"
     lam = rl.lambda_turn if by_turn else rl.lambda_token
   for bucket, indices in sorted(by_bucket.items()):
     rows = batching.rows_of(bucket, rl.token_budget)
     for first in range(0, len(indices), rows):
       members = indices[first : first + rows]
       streams = _streams(trajectories, values, members, rows, bucket, rl)
-      found = _advantages_RxT(*streams, rl=rl, lam=lam)
+      found = _advantages_RxT(
+        *streams,
+        gamma,
+        lam,
+        estimator=rl.advantage,
+        num_turns=rl.max_turns,
+      )
       for row, index in enumerate(members):
         length = len(trajectories[index])
         advantages[index] = np.asarray(found[0])[row, :length]
@@ -99,26 +106,24 @@ def at_actions(
   return np.concatenate(parts).astype(np.float64) if parts else np.zeros(0)
 
 
-@functools.partial(jax.jit, static_argnames=("rl", "lam"))
+@functools.partial(jax.jit, static_argnames=("estimator", "num_turns"))
 def _advantages_RxT(
-  rewards, values, turn_ids, mask, *, rl: RLConfig, lam: float
+  rewards, values, turn_ids, mask, gamma, lam, *, estimator, num_turns
 ):
-  if rl.advantage == "tb_gae":
+  if estimator == "tb_gae":
     one = functools.partial(
       estimators.tb_gae,
-      gamma_turn=rl.gamma_turn,
+      gamma_turn=gamma,
       lambda_turn=lam,
-      num_turns=rl.max_turns,
+      num_turns=num_turns,
     )
     return jax.vmap(one)(rewards, values, turn_ids, mask)
 
   def token_clock(rewards_T, values_T, mask_T):
     steps_T = mask_T
-    if rl.advantage == "token_clock_all":
+    if estimator == "token_clock_all":
       steps_T = estimators.through_last_action(mask_T)
-    found = estimators.gae(
-      rewards_T, values_T, steps_T, gamma=rl.gamma_token, lam=lam
-    )
+    found = estimators.gae(rewards_T, values_T, steps_T, gamma=gamma, lam=lam)
     return jax.tree.map(
       lambda x: jnp.where(mask_T, x, jnp.zeros_like(x)), found
     )

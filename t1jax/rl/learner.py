@@ -255,7 +255,7 @@ def actor_step(
       _replayed(micro.batch, rl.replay),
       denominator,
       cfg=cfg,
-      rl=rl,
+      terms=rl.policy_terms,
       old_is_live=old_is_live,
       **_variant(micro, cfg, rl.replay),
     )

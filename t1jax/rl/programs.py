@@ -23,7 +23,7 @@ from t1jax.models import heads, transformer
 from t1jax.models.config import ModelConfig
 from t1jax.rl import losses
 from t1jax.rl.batching import Batch
-from t1jax.rl.settings import OptimizerConfig, RLConfig
+from t1jax.rl.settings import OptimizerConfig, PolicyTerms
 
 
 @flax.struct.dataclass
@@ -106,7 +106,7 @@ def logprob_pass(params: dict, batch: Batch, **static) -> jax.Array:
 
 @functools.partial(
   jax.jit,
-  static_argnames=("cfg", "rl", "recorded", "capacity", "old_is_live"),
+  static_argnames=("cfg", "terms", "recorded", "capacity", "old_is_live"),
   donate_argnames=("accumulated",),
 )
 def actor_gradient(
@@ -116,7 +116,7 @@ def actor_gradient(
   denominator: jax.Array,
   *,
   cfg: ModelConfig,
-  rl: RLConfig,
+  terms: PolicyTerms,
   recorded: bool,
   capacity: int | None,
   old_is_live: bool,
@@ -128,6 +128,9 @@ def actor_gradient(
     accumulated: float32 tree like params; consumed.
     batch: with advantages, and old log-probs unless `old_is_live`.
     denominator: action tokens of the global batch.
+    cfg: the actor's model.
+    terms: `RLConfig.policy_terms`.
+    recorded, capacity: as for `transformer.apply`.
     old_is_live: the parameters are still those from before the update (a
       single minibatch and epoch), so the live log-probs are the old ones and
       the pass that would compute them is saved.
@@ -141,8 +144,8 @@ def actor_gradient(
       params,
       batch,
       cfg=cfg,
-      temperature=rl.temperature,
-      chunk=rl.logprob_chunk,
+      temperature=terms.temperature,
+      chunk=terms.logprob_chunk,
       recorded=recorded,
       capacity=capacity,
     )
@@ -154,13 +157,13 @@ def actor_gradient(
       batch.advantages,
       batch.loss_mask,
       denominator,
-      ratio_low=rl.ratio_low,
-      ratio_high=rl.ratio_high,
-      tis_cap=rl.tis_cap,
+      ratio_low=terms.ratio_low,
+      ratio_high=terms.ratio_high,
+      tis_cap=terms.tis_cap,
       entropy_BxS=entropy,
-      entropy_coefficient=rl.entropy_coefficient,
+      entropy_coefficient=terms.entropy_coefficient,
       reference_logprobs_BxS=batch.reference_logprobs,
-      kl_coefficient=rl.kl_coefficient,
+      kl_coefficient=terms.kl_coefficient,
     )
     return loss, (statistics, load)
 
@@ -290,7 +293,7 @@ def init_optimizer(params: dict, *, config: OptimizerConfig) -> optax.OptState:
 @functools.partial(
   jax.jit,
   static_argnames=("config",),
-  donate_argnames=("params", "opt_state", "gradient"),
+  donate_argnames=("params", "opt_state"),
 )
 def apply_update(
   params: dict,
@@ -299,7 +302,7 @@ def apply_update(
   *,
   config: OptimizerConfig,
 ) -> tuple[dict, optax.OptState, dict[str, jax.Array]]:
-  """One optimiser step; all arguments are consumed.
+  """One optimiser step; parameters and optimiser state are consumed.
 
   Returns:
     Parameters, optimiser state, and the norms of the gradient before

@@ -75,6 +75,21 @@ class OptimizerConfig:
     return _from_dict(cls, fields)
 
 
+class PolicyTerms(typing.NamedTuple):
+  """What the compiled policy gradient depends on, and nothing else.
+
+  A static argument: a change of learning rate or seed compiles nothing.
+  """
+
+  ratio_low: float
+  ratio_high: float
+  tis_cap: float
+  entropy_coefficient: float
+  kl_coefficient: float
+  temperature: float
+  logprob_chunk: int
+
+
 @dataclasses.dataclass(frozen=True)
 class RLConfig:
   """Actor-critic PPO over packed trajectories. Hashable: a static argument.
@@ -193,6 +208,10 @@ class RLConfig:
       many % few == 0,
       f"a multiple or divisor of actor_minibatches={self.actor_minibatches}",
     )
+
+  @property
+  def policy_terms(self) -> PolicyTerms:
+    return PolicyTerms(*(getattr(self, n) for n in PolicyTerms._fields))
 
   @classmethod
   def from_dict(cls, fields: Mapping[str, typing.Any]) -> "RLConfig":

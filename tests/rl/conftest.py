@@ -87,7 +87,8 @@ def make_trajectory():
       routes=routes,
       outcome=Outcome(
         status,
-        (AssertionResult("done", "semantic", reward >= 1.0),),
+        success=reward >= 1.0,
+        assertions=(AssertionResult("done", "semantic", reward >= 1.0),),
         reward=reward,
         reward_parts={"binary": float(reward >= 1.0)},
       ),

@@ -132,7 +132,7 @@ def test_neighbours_in_a_row_do_not_matter(
       )
 
 
-def _actor_gradient(actor, micros, cfg, rl=RL, *, recorded=False):
+def _actor_gradient(actor, micros, cfg, *, recorded=False):
   total = jnp.float32(sum(m.num_actions for m in micros))
   gradient = programs.zero_gradient(actor)
   for micro in micros:
@@ -142,7 +142,7 @@ def _actor_gradient(actor, micros, cfg, rl=RL, *, recorded=False):
       micro.batch,
       total,
       cfg=cfg,
-      rl=rl,
+      terms=RL.policy_terms,
       recorded=recorded,
       capacity=None,
       old_is_live=False,
