@@ -32,6 +32,7 @@ class Verdict(Protocol):
   """What a verifier returns (`rewards.verifier.Verification` is one)."""
 
   assertions: tuple[AssertionResult, ...]
+  strict: bool
   infra: bool
   error: str | None
 
@@ -119,7 +120,7 @@ class Runner:
       clock.stop("verify")
     if verdict.infra:
       return Outcome("infra_failure", error=verdict.error or "verifier failed")
-    return Outcome(status, assertions=verdict.assertions)
+    return Outcome(status, verdict.strict, verdict.assertions)
 
   async def _turns(
     self, task, session, builder, clock, sandbox, deadline

@@ -5,7 +5,7 @@ policy, so that what a demonstration shows is what an episode will see.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -24,12 +24,22 @@ async def record(
   verify: Verify,
   limits: harness.Limits,
   concurrency: int,
-) -> AsyncIterator[dict]:
-  """Runs each task's oracle and yields one example a task, in order.
+  on_done: Callable[[int], None] = lambda count: None,
+) -> list[dict]:
+  """Runs each task's oracle; one example a task, in the tasks' order.
 
-  Yields:
-    Examples as `tasks.datasets` stores them: name, family, domain,
-    instruction, task (bytes), turns (command, observation, exit_code).
+  Args:
+    tasks: what is demonstrated.
+    open_sandbox: boots a sandbox with a task's environment.
+    verify: reads a task's assertions.
+    limits: of commands and observations.
+    concurrency: sandboxes alive at once.
+    on_done: called with the number of finished runs, for progress.
+
+  Returns:
+    Examples as `tasks.datasets` stores them, without their split: name,
+    family, domain, instruction, task (bytes), turns (command, observation,
+    exit_code; `submit` is the last).
 
   Raises:
     TaskError: an oracle fails an assertion of its own verifier; the message
@@ -37,18 +47,22 @@ async def record(
     SandboxError: a sandbox failed twice.
   """
   slots = asyncio.Semaphore(concurrency)
+  done = 0
 
   async def one(task: Task) -> dict:
+    nonlocal done
     async with slots:
       try:
-        return await _oracle(task, open_sandbox, verify, limits)
+        example = await _oracle(task, open_sandbox, verify, limits)
       except SandboxError:
-        return await _oracle(task, open_sandbox, verify, limits)
+        example = await _oracle(task, open_sandbox, verify, limits)
+    done += 1
+    on_done(done)
+    return example
 
   running = [asyncio.create_task(one(task)) for task in tasks]
   try:
-    for future in running:
-      yield await future
+    return await asyncio.gather(*running)
   finally:
     for future in running:
       future.cancel()

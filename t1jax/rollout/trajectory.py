@@ -36,6 +36,7 @@ class Outcome:
   Attributes:
     status: one of STATUSES. An episode that was cut by a limit is verified
       like any other; only `infra_failure` carries no verdict.
+    success: strict success, as the verifier judged it.
     assertions: the verifier's assertions, each read on its own.
     reward: terminal reward, set by a scheme of `rewards.schemes`.
     reward_parts: the terms that the reward is made of, for the metrics.
@@ -45,6 +46,7 @@ class Outcome:
   """
 
   status: str
+  success: bool = False
   assertions: tuple[AssertionResult, ...] = ()
   reward: float = 0.0
   reward_parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -56,11 +58,12 @@ class Outcome:
       raise TrajectoryError(
         f"outcome.status is {self.status!r}; expected one of {STATUSES}"
       )
-
-  @property
-  def success(self) -> bool:
-    """Strict success: there are assertions and all of them passed."""
-    return bool(self.assertions) and all(a.passed for a in self.assertions)
+    failed = [a.name for a in self.assertions if not a.passed]
+    if self.success and failed:
+      raise TrajectoryError(
+        f"outcome.success is True but {failed[0]!r} did not pass; strict "
+        "success means that every assertion passed"
+      )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -136,6 +136,9 @@ class Source:
   def __len__(self) -> int:
     return len(self._records)
 
+  def __iter__(self) -> Iterator[Example]:
+    return (self[index] for index in range(len(self)))
+
   def __getitem__(self, index: int) -> Example:
     record = self._records[int(index)]
     turns = record["turns"]

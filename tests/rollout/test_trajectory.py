@@ -138,11 +138,12 @@ def test_a_dense_model_has_rows_of_no_layers():
   assert done.routes.shape == (20, 0, 0)
 
 
-def test_strict_success_needs_assertions_and_all_of_them():
+def test_an_outcome_cannot_contradict_itself():
   ok = tj.AssertionResult("a", "semantic", True)
   bad = tj.AssertionResult("b", "gate", False)
-  assert tj.Outcome("completed", (ok,)).success
-  assert not tj.Outcome("completed", (ok, bad)).success
+  assert tj.Outcome("completed", True, (ok,)).success
   assert not tj.Outcome("completed").success
+  with pytest.raises(tj.TrajectoryError, match="'b' did not pass"):
+    tj.Outcome("completed", True, (ok, bad))
   with pytest.raises(tj.TrajectoryError, match=r"outcome\.status"):
     tj.Outcome("finished")

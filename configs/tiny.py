@@ -1,0 +1,119 @@
+"""The main job: a 1.6M-parameter sparse MoE learns to use a real shell.
+
+  bash launch/local.sh
+  python -m t1jax.train --config=configs/tiny.py --workdir=runs/tiny
+
+Hardware: 2 CPU cores, 4 GiB of memory.
+
+Arguments (`configs/tiny.py:ARGUMENT`):
+  smoke     everything once, in about a minute; learns nothing
+  pretrain  makes the base checkpoint that the package ships
+"""
+
+from ml_collections import config_dict
+
+from t1jax.config import parse_arg
+
+
+def get_config(arg: str | None = None) -> config_dict.ConfigDict:
+  """The config of the main job, or of one of its variants."""
+  variant = parse_arg(arg, ("smoke", "pretrain"))
+  config = config_dict.create(
+    seed=0,
+    # Directory of the base model and its tokenizer; "" = the package's own.
+    base="",
+    families=(),  # names; () = all of them
+    model=dict(
+      d_model=128,
+      num_layers=4,
+      num_heads=4,
+      num_kv_heads=2,
+      head_dim=32,
+      d_ff=384,
+      num_experts=8,
+      top_k=2,
+      d_expert=128,
+      moe_layers=(1, 2, 3),
+    ),
+    data=dict(  # tasks per family
+      demonstrations=24,
+      validation=8,
+      train=800,
+      heldout=20,
+    ),
+    limits=dict(  # of one episode
+      max_turns=8,
+      max_tokens=192,
+      max_action_tokens=24,
+      command_seconds=5.0,
+      episode_seconds=60.0,
+      observation_bytes=400,
+    ),
+    sampler=dict(
+      num_slots=96,
+      temperature=1.0,
+      dtype="float32",
+      prefill_rows=32,
+      prefill_buckets=(16, 48),
+      decode_steps=6,
+    ),
+    sandboxes=48,  # alive at once while demonstrations are recorded
+    sft=dict(
+      batch_size=24,
+      max_epochs=60,
+      patience=3,  # epochs without a better validation loss
+      tolerance=0.01,  # relative; less is not better
+      optimizer=dict(learning_rate=1e-3, warmup_steps=20, b2=0.98),
+    ),
+    warm_up=dict(episodes=416, evaluation=104),
+    rl=dict(
+      iterations=30,
+      episodes=208,
+      keep=208,  # episodes enough for an update; the surplus is aborted
+      reward="spr",
+      max_assertions=10.0,
+      checkpoint_every=5,
+    ),
+    ppo=dict(
+      gamma_turn=1.0,
+      lambda_turn=0.95,
+      advantage="tb_gae",
+      max_turns=8,
+      ratio_low=0.70,
+      ratio_high=6.00,
+      tis_cap=2.0,
+      whiten=True,
+      replay=True,
+      actor=dict(learning_rate=2e-4, warmup_steps=4, b2=0.95),
+      critic=dict(learning_rate=1e-3, warmup_steps=4, b2=0.95),
+      actor_minibatches=4,
+      critic_minibatches=4,
+      warmup_minibatches=8,
+      warmup_epochs=1,
+      buckets=(192,),
+      token_budget=3072,
+    ),
+    # The control spends the same episodes on rejection-sampling SFT.
+    control=dict(enabled=True, learning_rate=2e-4, minibatches=4),
+    pretrain=dict(
+      enabled=False,
+      vocab_size=768,
+      sessions=1500,  # per family
+      validation=20,
+      hints=3,  # names shown that the session does not use
+      batch_size=48,
+      steps=8000,
+      evaluate_every=250,
+      optimizer=dict(
+        learning_rate=1.5e-3, warmup_steps=100, decay_steps=8000, b2=0.98
+      ),
+    ),
+  )
+  if "pretrain" in variant:
+    config.pretrain.enabled = True
+  if "smoke" in variant:
+    config.data.update(demonstrations=2, validation=1, train=4, heldout=1)
+    config.sft.max_epochs = 2
+    config.warm_up.update(episodes=13, evaluation=13)
+    config.rl.update(iterations=1, episodes=13, keep=13)
+  return config

@@ -1,0 +1,306 @@
+"""Evaluate a run's policy on held-out tasks, in real sandboxes.
+
+  python -m t1jax.evaluate --workdir=runs/tiny
+
+Restores the policy that a stage of the run ended with, plays every held-out
+task once and prints the strict success rate, by family, as one JSON line. The
+training program calls the same functions for the figures of its summary.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import jax
+from absl import flags
+from etils import epath
+from ml_collections import config_dict
+
+from t1jax import checkpoint
+from t1jax import config as configs
+from t1jax.metrics import LiveProgress, wilson_interval
+from t1jax.models import params as model_params
+from t1jax.models.config import ModelConfig
+from t1jax.models.tokenizer import SentencePieceTokenizer, TokenizerError
+from t1jax.rewards import verifier
+from t1jax.rollout import harness
+from t1jax.rollout.chat import Chat
+from t1jax.rollout.collect import Attempt, Routing, Runner, collect
+from t1jax.rollout.trajectory import Trajectory
+from t1jax.sampling.client import EngineClient
+from t1jax.sampling.engine import Engine
+from t1jax.sandbox.base import Limits, SandboxError
+from t1jax.sandbox.environment import install_environment
+from t1jax.sandbox.farm import Farm
+from t1jax.tasks import families
+from t1jax.tasks.families.base import Family, make_task
+from t1jax.tasks.task import Task, TaskError
+
+ASSETS = epath.resource_path("t1jax") / "assets"
+TOKENIZER_FILE = "tokenizer.model"
+# Mistakes that rooms report in their own words; one line each.
+EXPECTED_ERRORS = (
+  checkpoint.CheckpointError,
+  SandboxError,
+  TaskError,
+  TokenizerError,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+  """What a config says, checked and typed: before anything is allocated."""
+
+  chat: Chat
+  model: ModelConfig
+  limits: harness.Limits
+  families: tuple[Family, ...]
+  base_dir: epath.Path
+
+
+def read_setting(
+  config: config_dict.ConfigDict, tokenizer: SentencePieceTokenizer
+) -> Setting:
+  """The setting of a config.
+
+  Raises:
+    UserError: a section that does not fit its type, naming the section.
+  """
+  with configs.user_errors("config section model", ValueError, TypeError):
+    model = ModelConfig(vocab_size=tokenizer.vocab_size, **config.model)
+  with configs.user_errors("config section limits", ValueError, TypeError):
+    limits = harness.Limits(**config.limits)
+  return Setting(
+    chat=Chat(tokenizer),
+    model=model,
+    limits=limits,
+    families=read_families(config),
+    base_dir=base_directory(config),
+  )
+
+
+def read_families(config: config_dict.ConfigDict) -> tuple[Family, ...]:
+  """The families that a config names; all of them when it names none."""
+  with configs.user_errors("config field families", TaskError):
+    chosen = tuple(families.family(name) for name in config.families)
+  return chosen or families.FAMILIES
+
+
+def base_directory(config: config_dict.ConfigDict) -> epath.Path:
+  """Where the base model and its tokenizer lie."""
+  return epath.Path(config.base) if config.base else ASSETS / "tiny"
+
+
+def heldout_tasks(setting: Setting, per_family: int) -> list[Task]:
+  """The held-out tasks, the same for every stage and every seed."""
+  return family_tasks(setting.families, "heldout", range(per_family))
+
+
+def family_tasks(
+  chosen: Sequence[Family], split: str, indices: Sequence[int]
+) -> list[Task]:
+  """Tasks of all families, in turns, so that any prefix is balanced."""
+  return [make_task(f, split, i) for i in indices for f in chosen]
+
+
+class Arena:
+  """A sampler and a farm of sandboxes: where policies play tasks.
+
+  A context manager. Episodes live on an event loop of its own, so that the
+  programs that use it stay synchronous between batches of episodes.
+  """
+
+  def __init__(self, config: config_dict.ConfigDict, setting: Setting):
+    self._setting = setting
+    self._slots = config.sampler.num_slots
+    with configs.user_errors("config section sampler", ValueError, TypeError):
+      self._engine = Engine(
+        setting.model,
+        max_len=setting.limits.max_tokens,
+        stop_id=setting.chat.stop_id,
+        forbidden_ids=setting.chat.forbidden_ids,
+        **config.sampler,
+      )
+    self._farm = Farm(max_sandboxes=max(config.sandboxes, self._slots))
+    self._loop = asyncio.Runner()
+    self._stack = contextlib.AsyncExitStack()
+    self._client: EngineClient | None = None
+
+  def __enter__(self) -> Self:
+    self._loop.__enter__()
+    try:
+      self._loop.run(self._start())
+    except BaseException:
+      self._loop.close()
+      raise
+    return self
+
+  async def _start(self) -> None:
+    await self._stack.enter_async_context(self._farm)
+    self._client = await self._stack.enter_async_context(
+      EngineClient(self._engine)
+    )
+
+  def __exit__(self, *_: object) -> None:
+    try:
+      self._loop.run(self._stack.aclose())
+    finally:
+      self._loop.close()
+
+  def run(self, coroutine) -> Any:
+    """Runs a coroutine on the arena's loop."""
+    return self._loop.run(coroutine)
+
+  @contextlib.asynccontextmanager
+  async def open_sandbox(self, task: Task):
+    """A sandbox with the task's environment in it."""
+    limits = Limits(
+      memory_mb=int(task.config.memory_mb), disk_mb=int(task.config.storage_mb)
+    )
+    async with self._farm.sandbox(limits) as sandbox:
+      await install_environment(sandbox, task)
+      yield sandbox
+
+  def play(
+    self,
+    params: Any,
+    weight_version: int,
+    attempts: Sequence[Attempt],
+    *,
+    keep: int | None = None,
+    on_done: Callable[[Trajectory], None] = lambda trajectory: None,
+  ) -> list[Trajectory]:
+    """Plays attempts with these parameters; see `rollout.collect`."""
+    self._engine.load(params, weight_version)
+    model = self._setting.model
+    runner = Runner(
+      client=self._client,
+      chat=self._setting.chat,
+      routing=Routing(model.num_experts, model.num_moe_layers, model.top_k),
+      limits=self._setting.limits,
+      open_sandbox=self.open_sandbox,
+      verify=verifier.verify,
+    )
+    return self._loop.run(
+      collect(
+        attempts,
+        runner.run,
+        concurrency=self._slots,
+        keep=keep,
+        on_done=on_done,
+      )
+    )
+
+
+def judge(
+  arena: Arena,
+  params: Any,
+  held: Sequence[Task],
+  *,
+  seed: int,
+  on_done: Callable[[Trajectory], None] = lambda trajectory: None,
+) -> dict[str, Any]:
+  """Plays every task once.
+
+  Infra failures are played again, so that every policy is judged on the same
+  tasks; what fails three times is reported and left out.
+
+  Returns:
+    `strict_success`, `interval` (95 %, Wilson), `n_heldout`, `successes`,
+    `infra_failures`, and `by_family` (family -> success rate).
+  """
+  # Its own stream: no training episode has a negative step.
+  pending = [
+    Attempt(t, 0, (seed, -1 % 2**32, i, 0)) for i, t in enumerate(held)
+  ]
+  verdicts: dict[str, list[bool]] = {}
+  for _ in range(3):
+    played = arena.play(params, 0, pending, on_done=on_done)
+    again = []
+    for attempt, trajectory in zip(pending, played, strict=True):
+      if trajectory.outcome.status == "infra_failure":
+        again.append(attempt)
+      else:
+        verdicts.setdefault(trajectory.family, []).append(
+          trajectory.outcome.success
+        )
+    pending = again
+    if not pending:
+      break
+  results = [ok for oks in verdicts.values() for ok in oks]
+  return {
+    "strict_success": sum(results) / max(1, len(results)),
+    "interval": wilson_interval(sum(results), len(results)),
+    "n_heldout": len(results),
+    "successes": sum(results),
+    "infra_failures": len(pending),
+    "by_family": {f: sum(v) / len(v) for f, v in sorted(verdicts.items())},
+  }
+
+
+def main(argv: Sequence[str]) -> None:
+  """Evaluates what a stage of a run ended with."""
+  values = flags.FlagValues()
+  flags.DEFINE_string(
+    "stage", "rl", "base, sft, rl or control", flag_values=values
+  )
+  flags.DEFINE_integer(
+    "per_family", 0, "held-out tasks per family; 0 = the run's own", 0,
+    flag_values=values,
+  )  # fmt: skip
+  call = configs.parse_command_line(
+    argv, description=__doc__, flag_values=values, resume_config=True
+  )
+  if call.workdir is None:
+    raise configs.UserError("--workdir is missing: give a run's directory")
+  tokenizer = SentencePieceTokenizer.load(
+    base_directory(call.config) / TOKENIZER_FILE
+  )
+  setting = read_setting(call.config, tokenizer)
+  params = load_stage(call.workdir, values.stage, setting)
+  held = heldout_tasks(setting, values.per_family or call.config.data.heldout)
+  with Arena(call.config, setting) as arena, LiveProgress() as progress:
+    progress.phase("evaluate", total=len(held))
+    done: list[Trajectory] = []
+    result = judge(
+      arena,
+      params,
+      held,
+      seed=call.config.seed,
+      on_done=lambda t: (done.append(t), progress.update(len(done))),
+    )
+  print(json.dumps({"stage": values.stage, **result}))
+
+
+def load_stage(
+  workdir: epath.PathLike, stage: str, setting: Setting
+) -> Mapping[str, Any]:
+  """Parameters that a finished stage of the run left.
+
+  Raises:
+    UserError: no such stage.
+    CheckpointError: the stage has not been reached, or its files are damaged.
+  """
+  known = ("base", "sft", "rl", "control")
+  if stage not in known:
+    raise configs.UserError(
+      f"--stage={stage} is unknown{configs.suggest(stage, known)}"
+    )
+  abstract = model_params.abstract(setting.model)
+  if stage == "base":
+    return checkpoint.load_base(setting.base_dir, abstract)[0]
+  return checkpoint.load_base(stage_directory(workdir, stage), abstract)[0]
+
+
+def stage_directory(workdir: epath.PathLike, stage: str) -> epath.Path:
+  """Where a finished stage leaves its policy (float32, for evaluation)."""
+  return epath.Path(workdir) / "policies" / stage
+
+
+if __name__ == "__main__":
+  jax.config.update("jax_compilation_cache_max_size", -1)
+  sys.exit(configs.run_program(main, expected=EXPECTED_ERRORS))
