@@ -41,12 +41,12 @@ def _archive(name: str, content: bytes) -> bytes:
 
 
 def _extract_from(rng: np.random.Generator) -> Draft:
-  key, word, *rest = words(rng, 21)
+  key, word, *rest = words(rng, 25)
   # An archive that is *called* by the key holds another file, and one whose
   # file only mentions the key: neither the name nor `grep key` is enough.
-  archives = [f"{name}.tar" for name in (*rest[:9], key)]
-  members = [key, *rest[9:18]]
-  texts = [word, key, *[rest[18]] * 8]
+  archives = [f"{name}.tar" for name in (*rest[:11], key)]
+  members = [key, *rest[11:22]]
+  texts = [word, key, *[rest[22]] * 10]
   files = {
     archive: _archive(f"{member}.txt", lines(text))
     for archive, member, text in zip(archives, members, texts, strict=True)
