@@ -45,7 +45,12 @@ _MAX_OUTPUT = 1 << 20
 # `python3 -m pytest` would import from the working directory, the agent's.
 _SAFE_PYTHON = b"""#!/bin/sh
 PATH=%s
-if [ "$1 $2" = "-m pytest" ]; then exec python3 -P "$@"; fi
+if [ "$1 $2" = "-m pytest" ]; then
+  shift 2
+  exec python3 -c 'import sys; del sys.path[0]; sys.argv[0] = "pytest"
+import runpy; runpy.run_module("pytest", run_name="__main__", alter_sys=True)
+' "$@"
+fi
 exec python3 "$@"
 """
 _NO_TOOLS = (
@@ -202,6 +207,7 @@ def _judge(
   strict = passed and (reward is None or reward >= 1.0)
   if not assertions:
     strict = reward is not None and reward >= 1.0
+  strict = strict and not result.timed_out
   infra = False
   if not assertions and not result.timed_out and not strict:
     says_pytest = any(b"pytest" in data for data in task.tests.values())
@@ -279,7 +285,8 @@ _SECTION = re.compile(
   re.MULTILINE,
 )
 _LISTED = re.compile(
-  r"^(PASSED|FAILED|ERROR|XFAIL|XPASS) (\S+?(?:::.+?)?)(?: - .*)?$"
+  r"^(PASSED|FAILED|ERROR|XFAIL|XPASS) "
+  r"(\S+?(?:::[^\s\[]+(?:\[.*?\])?)*)(?: - .*)?$"
 )
 _VERBOSE = re.compile(
   r"^(\S+::.+?) (PASSED|FAILED|ERROR|XFAIL|XPASS)(?: +\[ *\d+%\])?$"

@@ -98,9 +98,11 @@ class Views:
     for path in ["/etc", *self.system]:
       self._system(path, root + path, keep_system)
     skipped = {p.lstrip("/") for p in self.system} | set(_SYSTEM) | _WITHHELD
-    for name in os.listdir("/m"):
-      if name not in skipped:
-        _show(f"/m/{name}", f"{root}/{name}")
+    here = set(os.listdir("/m")) - skipped
+    for name in set(os.listdir(root)) - here - skipped:
+      _remove(f"{root}/{name}")  # of the template, but the agent removed it
+    for name in here:
+      _show(f"/m/{name}", f"{root}/{name}")
     for name in ("proc", "dev"):
       kernel.bind(f"/m/{name}", f"{root}/{name}", recursive=True)
     for name in ("tests", "logs/verifier", "verifier/home", "verifier/bin"):
@@ -128,21 +130,27 @@ class Views:
 def _show(source: str, target: str) -> None:
   """Makes one entry of the agent's root visible in the verifier's."""
   mode = os.lstat(source).st_mode
-  if stat.S_ISDIR(mode):
-    if os.path.islink(target):
-      os.unlink(target)
+  if stat.S_ISDIR(mode) and not os.path.islink(target):
     os.makedirs(target, exist_ok=True)
     kernel.bind(source, target, recursive=True)
     return
-  if os.path.isdir(target) and not os.path.islink(target):
-    os.rmdir(target)
-  elif os.path.lexists(target):
-    os.unlink(target)
-  if stat.S_ISLNK(mode):
+  if os.path.lexists(target):
+    _remove(target)
+  if stat.S_ISDIR(mode):
+    os.mkdir(target)
+    kernel.bind(source, target, recursive=True)
+  elif stat.S_ISLNK(mode):
     os.symlink(os.readlink(source), target)
   elif stat.S_ISREG(mode):
     os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
     kernel.bind(source, target)
+
+
+def _remove(path: str) -> None:
+  if os.path.isdir(path) and not os.path.islink(path):
+    shutil.rmtree(path)
+  else:
+    os.unlink(path)
 
 
 def _copy_layer(written: str, merged: str, lower: str, target: str) -> None:
