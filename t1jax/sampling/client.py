@@ -39,15 +39,16 @@ class EngineClient:
       turn = await client.generate(session, prompt_ids, 64)
 
   Requests join at the engine's next step and each resolves when its own turn
-  ends. An exception in a step reaches every request, waiting and later ones;
-  leaving the context closes the sessions opened through it.
+  ends. An exception in a step reaches every request, waiting and later ones,
+  and closes the sessions opened through this client, as leaving the context
+  does.
   """
 
   def __init__(self, engine: Engine):
     self._engine = engine
     self._futures: dict[int, asyncio.Future[Generation]] = {}
     self._sessions: set[int] = set()
-    self._slot_freed: asyncio.Condition
+    self._slots: asyncio.Semaphore
     self._loop: asyncio.AbstractEventLoop
     self._wake = threading.Event()
     self._closing = False
@@ -58,7 +59,8 @@ class EngineClient:
 
   async def __aenter__(self) -> "EngineClient":
     self._loop = asyncio.get_running_loop()
-    self._slot_freed = asyncio.Condition()
+    # Slots that others hold already may never come free: not counted.
+    self._slots = asyncio.Semaphore(self._engine.free_slots)
     self._thread.start()
     return self
 
@@ -71,22 +73,19 @@ class EngineClient:
     self._wake.set()
     await asyncio.to_thread(self._thread.join)
     self._fail(EngineError("the sampling client was closed"))
-    for session in tuple(self._sessions):
-      await self.close(session)
 
   async def open(
     self, seed: Sequence[int], *, temperature: float | None = None
   ) -> int:
-    async with self._slot_freed:
-      # Only this client's sessions are waited for: a slot that someone else
-      # holds may never come free, so `Engine.open` raises then.
-      await self._slot_freed.wait_for(
-        lambda: self._error or self._engine.free_slots or not self._sessions
-      )
+    await self._slots.acquire()
+    try:
       self._check()
       session = self._engine.open(seed, temperature=temperature)
-      self._sessions.add(session)
-      return session
+    except BaseException:
+      self._slots.release()
+      raise
+    self._sessions.add(session)
+    return session
 
   async def generate(
     self, session: int, new_ids: Sequence[int], max_new_tokens: int
@@ -99,18 +98,19 @@ class EngineClient:
     try:
       return await future
     except asyncio.CancelledError:
-      await self.close(session)
+      self._close(session)
       raise
     finally:
       self._futures.pop(session, None)
 
   async def close(self, session: int) -> None:
-    if session not in self._sessions:
-      return
-    self._sessions.discard(session)
-    self._engine.close(session)
-    async with self._slot_freed:
-      self._slot_freed.notify()
+    self._close(session)
+
+  def _close(self, session: int) -> None:
+    if session in self._sessions:
+      self._sessions.discard(session)
+      self._engine.close(session)
+      self._slots.release()
 
   def _check(self) -> None:
     if self._error is not None:
@@ -148,3 +148,6 @@ class EngineClient:
         failure = EngineError(f"the sampler has stopped: {error}")
         failure.__cause__ = error
         future.set_exception(failure)
+    # Wakes those that wait for a slot, one after the other, to see the error.
+    for session in tuple(self._sessions):
+      self._close(session)

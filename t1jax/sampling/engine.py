@@ -64,6 +64,7 @@ class _Session:
   length: int = 0  # tokens in the cache
   pending: list[int] = dataclasses.field(default_factory=list)
   budget: int = 0  # tokens still to sample in this turn; 0 = no turn running
+  turn: int = 0  # the engine-wide number of this turn, by time of submission
   tokens: list[np.ndarray] = dataclasses.field(default_factory=list)
   logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)
   routes: list[np.ndarray] = dataclasses.field(default_factory=list)
@@ -88,8 +89,8 @@ class Engine:
     forbidden_ids: Sequence[int] = (),
     temperature: float = 1.0,
     dtype: str | None = None,
-    prefill_rows: int = 16,
-    prefill_buckets: Sequence[int] = (32, 128),
+    prefill_rows: int = 8,
+    prefill_buckets: Sequence[int] = (16, 64),
     decode_rows: Sequence[int] | None = None,
     decode_steps: int = 8,
     columns: Sequence[int] | None = None,
@@ -109,7 +110,8 @@ class Engine:
       prefill_buckets: token widths of prefill; a longer append runs in
         several chunks, one a step.
       decode_rows: batch sizes of decode; the smallest that holds the active
-        sessions runs. None: num_slots and a quarter of it.
+        sessions runs. With more active ones than the largest, the turns
+        submitted first run first. None: num_slots and a quarter of it.
       decode_steps: steps per chunk; new requests join between chunks.
       columns: cache widths that programs attend over; the smallest that
         holds the sessions at hand is used. None: max_len and half of it.
@@ -166,13 +168,14 @@ class Engine:
     self._decode_rows = _ladder(
       "decode_rows",
       decode_rows or (num_slots, max(1, num_slots // 4)),
-      num_slots,
+      min(max(decode_rows or (num_slots,)), num_slots),
     )
     self._device = threading.Lock()
     self._host = threading.Lock()
     self._sessions: dict[int, _Session] = {}
     self._free = list(range(num_slots))[::-1]
     self._next_id = 0
+    self._next_turn = 0
     self._params = None
     self._cache: kv.Cache | None = None
     self._weight_version = -1
@@ -292,6 +295,8 @@ class Engine:
         )
       known.pending.extend(new_ids)
       known.budget = min(max_new_tokens, room)
+      known.turn = self._next_turn
+      self._next_turn += 1
 
   def close(self, session: int) -> None:
     """Frees the session's slot; a running turn is dropped whole.
@@ -334,6 +339,9 @@ class Engine:
         ready = [
           s for s in self._sessions.values() if s.budget and len(s.pending) == 1
         ]
+      # First come, first served: no turn waits for ever for a row.
+      ready.sort(key=lambda s: s.turn)
+      ready = ready[: self._decode_rows[-1]]
       return self._run_decode(ready) if ready else []
 
   def _run_prefill(self, sessions: list[_Session]) -> None:

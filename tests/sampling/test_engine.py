@@ -251,6 +251,22 @@ def test_abort_frees_the_slot_and_leaves_the_others_alone(engine):
     engine.close(victim)
 
 
+def test_more_turns_than_rows_run_first_come_first_served(params, cfg):
+  settings = dict(num_slots=6, max_len=64, stop_id=STOP, prefill_rows=3)
+  settings |= dict(prefill_buckets=(4, 8), decode_steps=4, columns=(32, 64))
+  settings |= dict(forbidden_ids=FORBIDDEN)
+  narrow = Engine(cfg, **settings, decode_rows=(2,))
+  wide = Engine(cfg, **settings, decode_rows=(2, 6))
+  tokens = {}
+  for engine in (narrow, wide):
+    engine.load(params, 1)
+    for i in reversed(range(6)):
+      engine.submit(engine.open((i,)), [4, 5 + i, 6], 4)
+    tokens[engine] = {k: v.tokens.tolist() for k, v in drain(engine).items()}
+  assert list(tokens[narrow]) == sorted(tokens[narrow])
+  assert tokens[narrow] == tokens[wide]
+
+
 def test_load_waits_for_open_sessions(engine, params):
   session = engine.open((0,))
   with pytest.raises(EngineError, match="1 open under version 5"):
