@@ -33,9 +33,9 @@ def allocate(cfg: ModelConfig, slots: int, columns: int) -> Cache:
   )
 
 
-def shape(cache: Cache) -> tuple[int, int]:
-  """Returns (slots, columns)."""
-  return jax.tree.leaves(cache)[0].shape[:2]
+def slots(cache: Cache) -> int:
+  """Returns B."""
+  return jax.tree.leaves(cache)[0].shape[0]
 
 
 def take(cache: Cache, slots_R: jax.Array, columns: int) -> Cache:

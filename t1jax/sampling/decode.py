@@ -159,8 +159,8 @@ def decode(
   """
   num_rows = rows.tokens.shape[0]
   shape = (num_rows, steps)
-  # With all rows and all columns in the program the work is done in place.
-  whole = kv.shape(cache) == (num_rows, columns)
+  # With a row for every slot the work is done in place, without a copy.
+  whole = kv.slots(cache) == num_rows
   chunk = Chunk(
     tokens=jnp.zeros(shape, jnp.int32),
     logprobs=jnp.zeros(shape, jnp.float32),
@@ -176,7 +176,8 @@ def decode(
 
   def advance(state):
     step, work, tokens_R, active_R, chunk = state
-    positions_R = rows.positions + step
+    # A done row stands still: it may be at its last column.
+    positions_R = jnp.where(active_R, rows.positions + step, jnp.int32(0))
     outputs = transformer.apply(
       params,
       cfg,
@@ -184,6 +185,7 @@ def decode(
       positions_R[:, None],
       active_R.astype(jnp.int32)[:, None],
       cache=work,
+      columns=columns,
     )
     logits_RxV = heads.logits(params, cfg, outputs.hidden_BxSxD)[:, 0]
     sampled_R, logprobs_R = sample(
