@@ -117,6 +117,22 @@ def test_the_actor_is_credited_with_values_from_before(
   _assert_equal(*actors)
 
 
+def test_losses_are_means_over_all_micro_batches(cfg, start, make_trajectories):
+  # At ratio 1 and weight 1 the policy loss is the mean advantage, negated;
+  # at value 0 the value loss is half the mean squared return.
+  trajectories = make_trajectories(5, 21)
+  rl = dataclasses.replace(RL, tis_cap=0.0)
+  (group,) = learner._minibatches(trajectories, cfg, rl, 1, 0)
+  assert len(group) > 1
+  _, metrics = learner.ppo_update(start(rl), trajectories, cfg, rl)
+  assert metrics["advantage_mean"] > 0.1
+  assert metrics["policy_loss"] == pytest.approx(
+    -metrics["advantage_mean"], rel=1e-4
+  )
+  second_moment = metrics["return_std"] ** 2 + metrics["return_mean"] ** 2
+  assert metrics["value_loss"] == pytest.approx(second_moment / 2, rel=1e-4)
+
+
 def test_calibration_trains_the_critic_alone(cfg, start, make_trajectories):
   state = start()
   before = _host((state.actor, state.actor_opt, state.critic))
@@ -139,8 +155,9 @@ def test_minibatches_take_old_logprobs_from_before(
     start(rl), make_trajectories(0, 8), cfg, rl
   )
   # From the second update on the policy has left its old self.
-  assert metrics["update_k3"] > 0.0
+  assert 0.0 < metrics["update_k3"] < 0.1
   assert metrics["ratio_std"] > 0.0
+  assert metrics["ratio_mean"] == pytest.approx(1.0, abs=0.1)
   counts = [
     int(leaf)
     for path, leaf in jax.tree_util.tree_flatten_with_path(state.actor_opt)[0]
