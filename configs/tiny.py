@@ -43,19 +43,21 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
     ),
     limits=dict(  # of one episode
       max_turns=8,
-      max_tokens=192,
+      max_tokens=256,
       max_action_tokens=24,
       command_seconds=5.0,
       episode_seconds=60.0,
       observation_bytes=400,
     ),
     sampler=dict(
-      num_slots=96,
+      num_slots=128,
       temperature=1.0,
       dtype="float32",
-      prefill_rows=32,
-      prefill_buckets=(16, 48),
-      decode_steps=6,
+      decode_rows=(16, 64),
+      decode_steps=8,
+      prefill_rows=8,
+      prefill_buckets=(16, 64),
+      columns=(128, 256),
     ),
     sandboxes=48,  # alive at once while demonstrations are recorded
     sft=dict(
@@ -90,22 +92,22 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
       critic_minibatches=4,
       warmup_minibatches=8,
       warmup_epochs=1,
-      buckets=(192,),
-      token_budget=3072,
+      buckets=(256,),
+      token_budget=4096,
     ),
     # The control spends the same episodes on rejection-sampling SFT.
     control=dict(enabled=True, learning_rate=2e-4, minibatches=4),
     pretrain=dict(
       enabled=False,
       vocab_size=768,
-      sessions=1500,  # per family
+      sessions=800,  # per family
       validation=20,
       hints=3,  # names shown that the session does not use
       batch_size=48,
-      steps=8000,
+      steps=3000,
       evaluate_every=250,
       optimizer=dict(
-        learning_rate=1.5e-3, warmup_steps=100, decay_steps=8000, b2=0.98
+        learning_rate=1.5e-3, warmup_steps=100, decay_steps=3000, b2=0.98
       ),
     ),
   )

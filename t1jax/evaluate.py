@@ -107,6 +107,14 @@ def family_tasks(
   return [make_task(f, split, i) for i in indices for f in chosen]
 
 
+def keep_compiled_programs() -> None:
+  """Keeps compiled programs between runs, unless JAX was told where already."""
+  if not jax.config.jax_compilation_cache_dir:
+    cache = epath.Path("~/.cache/t1jax/programs").expanduser()
+    jax.config.update("jax_compilation_cache_dir", str(cache))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
 class Arena:
   """A sampler and a farm of sandboxes: where policies play tasks.
 
@@ -252,6 +260,7 @@ def main(argv: Sequence[str]) -> None:
     "per_family", 0, "held-out tasks per family; 0 = the run's own", 0,
     flag_values=values,
   )  # fmt: skip
+  keep_compiled_programs()
   call = configs.parse_command_line(
     argv, description=__doc__, flag_values=values, resume_config=True
   )
@@ -285,7 +294,7 @@ def load_stage(
     UserError: no such stage.
     CheckpointError: the stage has not been reached, or its files are damaged.
   """
-  known = ("base", "sft", "rl", "control")
+  known = ("base", "pretrain", "sft", "rl", "control")
   if stage not in known:
     raise configs.UserError(
       f"--stage={stage} is unknown{configs.suggest(stage, known)}"
@@ -302,5 +311,4 @@ def stage_directory(workdir: epath.PathLike, stage: str) -> epath.Path:
 
 
 if __name__ == "__main__":
-  jax.config.update("jax_compilation_cache_max_size", -1)
   sys.exit(configs.run_program(main, expected=EXPECTED_ERRORS))

@@ -21,6 +21,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from t1jax.rollout.trajectory import Outcome
+
 KINDS = ("semantic", "hygiene", "gate")
 SCHEMES = ("t1_dense", "fdr", "spr", "binary", "fraction")
 
@@ -188,6 +190,32 @@ def reward_parts(
     "binary": binary(counts.strict),
     "fraction": fraction(counts.passed, counts.total),
   }
+
+
+def score(
+  outcome: Outcome,
+  family: str,
+  denominators: Mapping[str, float],
+  *,
+  scheme: str,
+  max_assertions: float = DEFAULT_MAX_ASSERTIONS,
+) -> Outcome:
+  """The outcome with its reward by `scheme`, and what others would give.
+
+  An infra failure has no verdict and comes back as it is.
+  """
+  if outcome.status == "infra_failure":
+    return outcome
+  parts = reward_parts(
+    count(
+      ((a.name, a.kind, a.passed) for a in outcome.assertions),
+      strict=outcome.success,
+    ),
+    family,
+    denominators,
+    max_assertions=max_assertions,
+  )
+  return dataclasses.replace(outcome, reward=parts[scheme], reward_parts=parts)
 
 
 def _check_positive(name: str, value: float) -> None:

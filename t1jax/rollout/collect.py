@@ -42,6 +42,10 @@ OpenSandbox = Callable[[Task], contextlib.AbstractAsyncContextManager[Sandbox]]
 Verify = Callable[[Sandbox, Task], Awaitable[Verdict]]
 
 
+class SamplerFailed(RuntimeError):
+  """The policy that all episodes share is gone: no episode can go on."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Attempt:
   """One try at a task.
@@ -79,7 +83,12 @@ class Runner:
   verify: Verify
 
   async def run(self, attempt: Attempt) -> Trajectory:
-    """Runs one episode and verifies it, whatever ended it."""
+    """Runs one episode and verifies it, whatever ended it.
+
+    Raises:
+      SamplerFailed: the policy failed; everything else that goes wrong makes
+        this one episode an infra failure with the reason in its outcome.
+    """
     task = attempt.task
     builder = TrajectoryBuilder(
       self.routing.num_experts, self.routing.num_moe_layers, self.routing.top_k
@@ -91,6 +100,8 @@ class Runner:
         outcome = await self._episode(task, session, builder, clock)
       finally:
         await self.client.close(session)
+    except SamplerFailed:
+      raise
     except Exception as e:  # one bad episode must not end the step
       kind = "" if isinstance(e, SandboxError) else f"{type(e).__name__}: "
       outcome = Outcome("infra_failure", error=f"{kind}{e}")
@@ -135,7 +146,10 @@ class Runner:
       room = limits.max_tokens - len(builder) - len(given)
       action_limit = min(limits.max_action_tokens, room)
       clock.start()
-      reply = await self.client.generate(session, given, action_limit)
+      try:
+        reply = await self.client.generate(session, given, action_limit)
+      except Exception as e:
+        raise SamplerFailed(f"task {task.name}, turn {turn + 1}: {e}") from e
       clock.stop("model")
       version = reply.weight_version
       builder.append(given, turn=turn, weight_version=version)

@@ -1,0 +1,156 @@
+"""What a run learns from: its tokenizer, its dataset, its stream of tasks."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from etils import epath
+from ml_collections import config_dict
+
+from t1jax.evaluate import Arena, Setting, family_tasks, read_families
+from t1jax.metrics import LiveProgress
+from t1jax.models import tokenizer as tokenizers
+from t1jax.models.tokenizer import SentencePieceTokenizer
+from t1jax.rewards import verifier
+from t1jax.rollout import demonstrations
+from t1jax.tasks import datasets
+from t1jax.tasks.families.base import NUMBERS, WORDS, make_task
+from t1jax.tasks.task import Task, from_bytes, to_bytes
+
+# Split of the dataset -> (split of the task generator, its task numbers).
+Plan = Mapping[str, tuple[str, Sequence[int]]]
+
+
+def train_tokenizer(config: config_dict.ConfigDict) -> SentencePieceTokenizer:
+  """A tokenizer from the text of pretraining tasks; deterministic."""
+  tasks = [
+    make_task(f, "pretrain", i)
+    for i in range(min(200, config.pretrain.sessions))
+    for f in read_families(config)
+  ]
+  texts = []
+  for task in tasks:
+    texts += [task.instruction, *task.oracle, "submit"]
+    texts += [
+      body.decode()
+      for path, body in sorted(task.environment.items())
+      if path.startswith("files/") and body.isascii()
+    ]
+  return tokenizers.train(
+    texts, vocab_size=config.pretrain.vocab_size, symbols=[*WORDS, *NUMBERS]
+  )
+
+
+def build(
+  workdir: epath.Path,
+  config: config_dict.ConfigDict,
+  setting: Setting,
+  arena: Arena,
+  progress: LiveProgress,
+) -> epath.Path:
+  """Materialises the run's tasks and demonstrations, once.
+
+  Returns: the dataset's directory, for `tasks.datasets.load`.
+
+  Raises:
+    TaskError: an oracle does not pass its own verifier.
+    SandboxError: the sandboxes do not work here.
+  """
+  demonstrated, listed = plan(config)
+
+  def record(split: str) -> list[datasets.Example]:
+    tasks = family_tasks(setting.families, *demonstrated[split])
+    progress.phase(f"record {split}", total=len(tasks))
+    examples = arena.run(
+      demonstrations.record(
+        tasks,
+        open_sandbox=arena.open_sandbox,
+        verify=verifier.verify,
+        limits=setting.limits,
+        concurrency=config.sandboxes,
+        on_done=progress.update,
+      )
+    )
+    return [{**example, "split": split} for example in examples]
+
+  def undemonstrated(split: str) -> Iterator[datasets.Example]:
+    for task in family_tasks(setting.families, *listed[split]):
+      yield {
+        "name": task.name,
+        "family": task.family,
+        "domain": task.domain,
+        "split": split,
+        "instruction": task.instruction,
+        "task": to_bytes(task),
+        "turns": [],
+      }
+
+  splits = {**demonstrated, **listed}
+  return datasets.build(
+    workdir / "data",
+    fingerprint=datasets.fingerprint(
+      {
+        "families": [f.name for f in setting.families],
+        "splits": {
+          s: [name, *map(int, ids)] for s, (name, ids) in splits.items()
+        },
+        "limits": config.limits.to_dict(),
+      }
+    ),
+    examples={
+      split: (
+        lambda s=split: record(s) if s in demonstrated else undemonstrated(s)
+      )
+      for split in splits
+    },
+  )
+
+
+def plan(config: config_dict.ConfigDict) -> tuple[Plan, Plan]:
+  """Splits with an oracle's run of each task, and splits without."""
+  if config.pretrain.enabled:
+    pre = config.pretrain
+    end = pre.sessions + pre.validation
+    return {
+      "pretrain": ("pretrain", range(pre.sessions)),
+      "pretrain_validation": ("pretrain", range(pre.sessions, end)),
+    }, {}
+  sizes = config.data
+  first = sizes.demonstrations + sizes.validation
+  return {
+    "demonstrations": ("train", range(sizes.demonstrations)),
+    "validation": ("train", range(sizes.demonstrations, first)),
+  }, {"train": ("train", range(first, first + sizes.train))}
+
+
+class TaskStream:
+  """Training tasks for ever, in shuffled epochs, with a cursor."""
+
+  def __init__(self, data: epath.Path, seed: int):
+    self._batches = datasets.batches(
+      datasets.load(data, "train"), batch_size=1, seed=seed
+    )
+
+  def take(self, count: int) -> list[Task]:
+    """The next `count` tasks."""
+    return [from_bytes(next(self._batches)[0]["task"]) for _ in range(count)]
+
+  @property
+  def cursor(self) -> Any:
+    """Where the stream stands (JSON); set it to go on from there."""
+    return json.loads(json.dumps(self._batches.get_state()))
+
+  @cursor.setter
+  def cursor(self, state: Any) -> None:
+    self._batches.set_state(state)
+
+
+def shown_names(
+  example: datasets.Example, rng: np.random.Generator, others: int
+) -> list[str]:
+  """Names and numbers that a session types, and some that it does not."""
+  typed = "\n".join(turn["command"] for turn in example["turns"])
+  used = [name for name in (*WORDS, *NUMBERS) if name in typed]
+  extra = [WORDS[i] for i in rng.permutation(len(WORDS))[:others]]
+  return list(dict.fromkeys(used + extra))

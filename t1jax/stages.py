@@ -1,0 +1,415 @@
+"""The stages of a run: each starts where it was stopped and ends in a policy.
+
+A stage saves what its next step depends on in `checkpoints/STAGE` and leaves
+its final policy in `policies/STAGE`; a finished stage is read back.
+"""
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+from ml_collections import config_dict
+
+from t1jax import config as configs
+from t1jax.checkpoint import Checkpoints, abstract, export_base
+from t1jax.corpus import TaskStream
+from t1jax.evaluate import (
+  Arena,
+  Setting,
+  heldout_tasks,
+  judge,
+  load_stage,
+  read_families,
+  stage_directory,
+)
+from t1jax.metrics import LiveProgress, MetricsWriter
+from t1jax.rewards import schemes
+from t1jax.rl import batching, learner, supervised
+from t1jax.rl.critic import init_from_actor
+from t1jax.rl.settings import OptimizerConfig, RLConfig
+from t1jax.rollout.collect import Attempt
+from t1jax.rollout.trajectory import Demonstration, Trajectory
+from t1jax.tasks import datasets
+
+
+@dataclasses.dataclass
+class Run:
+  """What every stage of a run shares."""
+
+  config: config_dict.ConfigDict
+  setting: Setting
+  rl: RLConfig
+  workdir: epath.Path
+  arena: Arena
+  metrics: MetricsWriter
+  progress: LiveProgress
+  denominators: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+def supervise(
+  run: Run,
+  name: str,
+  params: Any,
+  *,
+  source: datasets.Source,
+  convert: Callable[[datasets.Example, np.random.Generator], Demonstration],
+  validation: Sequence[Demonstration],
+  optimizer: OptimizerConfig,
+  batch_size: int,
+  steps: int,
+  evaluate_every: int,
+  patience: int,
+  tolerance: float,
+) -> Any:
+  """Learns from examples; returns the parameters of the best validation."""
+  finished = stage_directory(run.workdir, name)
+  if finished.exists():
+    return load_stage(run.workdir, name, run.setting)
+  cfg, seed = run.setting.model, run.config.seed
+  pack = {"buckets": run.rl.buckets, "token_budget": run.rl.token_budget}
+  held = batching.pack_demonstrations(validation, **pack)
+  stream = datasets.batches(source, batch_size=batch_size, seed=seed)
+  state = supervised.init_supervised(copy(params), optimizer)
+  best = copy(params)
+  host = {"step": 0, "best": float("1e9"), "stale": 0, "cursor": None}
+  first = first_step(run.config, name)
+  run.progress.phase(name, total=steps)
+  with Checkpoints(run.workdir / "checkpoints" / name) as checkpoints:
+    if checkpoints.latest is not None:
+      restored = checkpoints.restore(abstract({"state": state, "best": best}))
+      state, best = restored.state["state"], restored.state["best"]
+      host = restored.host
+      stream.set_state(host["cursor"])
+    while host["step"] < steps and host["stale"] < patience:
+      rng = np.random.default_rng((seed, host["step"]))
+      batch = batching.pack_demonstrations(
+        [convert(e, rng) for e in next(stream)], **pack
+      )
+      state, report = supervised.sft_step(state, batch, cfg, optimizer)
+      host["step"] += 1
+      if host["step"] % evaluate_every and host["step"] < steps:
+        continue
+      loss = supervised.evaluation_loss(state.params, held, cfg)
+      numbers = {k: float(v) for k, v in report.items()}
+      numbers["validation_loss"] = loss
+      run.metrics.write(first + host["step"], name, numbers)
+      run.progress.update(host["step"], **numbers)
+      if loss < host["best"] * (1 - tolerance):
+        host |= {"best": loss, "stale": 0}
+        best = copy(state.params)
+      else:
+        host["stale"] += 1
+      host["cursor"] = jsonable(stream.get_state())
+      checkpoints.save(host["step"], {"state": state, "best": best}, host)
+  finish_stage(run, name, best, {"validation_loss": host["best"]})
+  return best
+
+
+def reinforce(run: Run, sft: Any, data: epath.Path) -> tuple[Any, dict]:
+  """Critic warm-up with the actor frozen, then PPO."""
+  name, cfg, config = "rl", run.setting.model, run.config
+  if stage_directory(run.workdir, name).exists():
+    return load_stage(run.workdir, name, run.setting), stage_facts(run, name)
+  stream = TaskStream(data, run.config.seed)
+  # Two copies: the actor's and the critic's buffers are both donated.
+  state = learner.init_state(copy(sft), init_from_actor(sft, cfg), run.rl)
+  first = first_step(config, name)
+  with Checkpoints(run.workdir / "checkpoints" / name) as checkpoints:
+    if checkpoints.latest is not None:
+      restored = checkpoints.restore(abstract(state))
+      state, host = restored.state, restored.host
+      stream.cursor = host["cursor"]
+    else:
+      state, facts = warm_up(run, state, stream)
+      host = {
+        "iteration": 0,
+        "cursor": stream.cursor,
+        "facts": facts,
+      }
+      checkpoints.save(0, state, host)
+    facts = host["facts"]
+    run.progress.phase("ppo", total=config.rl.iterations)
+    for iteration in range(host["iteration"] + 1, config.rl.iterations + 1):
+      clock = time.monotonic()
+      played = rollout(run, state.actor, int(state.weight_version), stream,
+                       step=iteration, episodes=config.rl.episodes,
+                       keep=config.rl.keep)  # fmt: skip
+      rollout_seconds = time.monotonic() - clock
+      state, numbers = learner.ppo_update(state, played, cfg, run.rl)
+      numbers |= {
+        "seconds_rollout": rollout_seconds,
+        "seconds_step": time.monotonic() - clock,
+        **episode_seconds(played),
+      }
+      run.metrics.write(first + iteration, "ppo", numbers)
+      run.progress.update(
+        iteration,
+        **{k: numbers[k] for k in HEADLINE if k in numbers},
+      )
+      facts["replay_agreement"] = min(
+        facts.get("replay_agreement", 1.0),
+        numbers.get("replayed_fraction", 1.0),
+      )
+      done = iteration == config.rl.iterations
+      if done or iteration % config.rl.checkpoint_every == 0:
+        host |= {
+          "iteration": iteration,
+          "cursor": stream.cursor,
+          "facts": facts,
+        }
+        checkpoints.save(iteration, state, host)
+  finish_stage(run, name, state.actor, facts)
+  return state.actor, facts
+
+
+# Shown while PPO runs.
+HEADLINE = (
+  "success",
+  "reward",
+  "explained_variance",
+  "entropy",
+  "logprob_gap",
+  "seconds_step",
+)
+
+
+def warm_up(
+  run: Run, state: learner.LearnerState, stream: TaskStream
+) -> tuple[learner.LearnerState, dict[str, Any]]:
+  """One pass of the critic over rollouts of the frozen actor."""
+  sizes = run.config.warm_up
+  total = sizes.episodes + sizes.evaluation
+  run.progress.phase("warm-up", total=2)
+  played = rollout(run, state.actor, 0, stream, step=0, episodes=total)
+  run.progress.update(1)
+  state, numbers = learner.warm_up_critic(
+    state,
+    played[: sizes.episodes],
+    run.setting.model,
+    run.rl,
+    evaluation=played[sizes.episodes :],
+  )
+  run.metrics.write(first_step(run.config, "rl"), "warm_up", numbers)
+  variance = {
+    when: numbers[f"explained_variance_{when}"] for when in ("before", "after")
+  }
+  run.progress.update(2, **variance)
+  return state, {"explained_variance": variance}
+
+
+def imitate_successes(run: Run, sft: Any, data: epath.Path) -> tuple[Any, dict]:
+  """The control: PPO's tasks and episodes, but SFT on what succeeded."""
+  name, config = "control", run.config
+  if stage_directory(run.workdir, name).exists():
+    return load_stage(run.workdir, name, run.setting), stage_facts(run, name)
+  stream = TaskStream(data, run.config.seed)
+  optimizer = dataclasses.replace(
+    run.rl.actor, learning_rate=config.control.learning_rate
+  )
+  state = supervised.init_supervised(copy(sft), optimizer)
+  host = {"iteration": 0, "cursor": None}
+  first = first_step(config, name)
+  run.progress.phase(name, total=config.rl.iterations)
+  with Checkpoints(run.workdir / "checkpoints" / name) as checkpoints:
+    if checkpoints.latest is not None:
+      restored = checkpoints.restore(abstract(state))
+      state, host = restored.state, restored.host
+      stream.cursor = host["cursor"]
+    else:  # the episodes that PPO spends on warming up its critic
+      sizes = config.warm_up
+      played = rollout(run, state.params, 0, stream, step=0,
+                       episodes=sizes.episodes + sizes.evaluation)  # fmt: skip
+      state, _ = imitate_batch(run, state, played, optimizer, 0)
+    for iteration in range(host["iteration"] + 1, config.rl.iterations + 1):
+      played = rollout(run, state.params, iteration, stream, step=iteration,
+                       episodes=config.rl.episodes)  # fmt: skip
+      state, numbers = imitate_batch(run, state, played, optimizer, iteration)
+      run.metrics.write(first + iteration, name, numbers)
+      run.progress.update(iteration, **numbers)
+      done = iteration == config.rl.iterations
+      if done or iteration % config.rl.checkpoint_every == 0:
+        host = {
+          "iteration": iteration,
+          "cursor": stream.cursor,
+        }
+        checkpoints.save(iteration, state, host)
+  finish_stage(run, name, state.params, {})
+  return state.params, {}
+
+
+def imitate_batch(
+  run: Run,
+  state: supervised.SupervisedState,
+  played: Sequence[Trajectory],
+  optimizer: OptimizerConfig,
+  draw: int,
+) -> tuple[supervised.SupervisedState, dict[str, float]]:
+  """Supervised updates on the successful episodes, each used once."""
+  wins = [
+    Demonstration(t.tokens, t.loss_mask) for t in played if t.outcome.success
+  ]
+  order = np.random.default_rng((run.config.seed, draw)).permutation(len(wins))
+  losses = []
+  for part in np.array_split(order, run.config.control.minibatches):
+    if not len(part):
+      continue
+    batch = batching.pack_demonstrations(
+      [wins[i] for i in part],
+      buckets=run.rl.buckets,
+      token_budget=run.rl.token_budget,
+    )
+    state, report = supervised.sft_step(
+      state, batch, run.setting.model, optimizer
+    )
+    losses.append(float(report["loss"]))
+  return state, {
+    "success": len(wins) / max(1, len(played)),
+    "loss": float(np.mean(losses)) if losses else 0.0,
+  }
+
+
+def evaluate_stage(run: Run, stage: str, params: Any) -> dict[str, Any]:
+  """Held-out success of a stage's policy; read back if it was taken before."""
+  record = run.workdir / "evaluations" / f"{stage}.json"
+  if record.exists():
+    return json.loads(record.read_text())
+  held = heldout_tasks(run.setting, run.config.data.heldout)
+  run.progress.phase(f"evaluate {stage}", total=len(held))
+  done: list[bool] = []
+
+  def show(trajectory: Trajectory) -> None:
+    done.append(trajectory.outcome.success)
+    run.progress.update(len(done), success=sum(done) / len(done))
+
+  result = judge(run.arena, params, held, seed=run.config.seed, on_done=show)
+  step = first_step(run.config, f"evaluate {stage}")
+  run.metrics.write(
+    step, "evaluation", {f"success_{stage}": result["strict_success"]}
+  )
+  record.parent.mkdir(parents=True, exist_ok=True)
+  record.write_text(json.dumps(result))
+  return result
+
+
+def rollout(
+  run: Run,
+  params: Any,
+  version: int,
+  stream: TaskStream,
+  *,
+  step: int,
+  episodes: int,
+  keep: int | None = None,
+) -> list[Trajectory]:
+  """Plays the next `episodes` training tasks and scores them."""
+  attempts = [
+    Attempt(task, 0, (run.config.seed, step, number, 0))
+    for number, task in enumerate(stream.take(episodes))
+  ]
+  played = run.arena.play(params, version, attempts, keep=keep)
+  broken = [t for t in played if t.outcome.status == "infra_failure"]
+  for trajectory in broken[:1]:
+    run.progress.say(
+      f"{len(broken)} infra failures, e.g. {trajectory.task}: "
+      f"{trajectory.outcome.error}"
+    )
+  if len(broken) * 2 > len(played):
+    raise configs.UserError(
+      f"{len(broken)} of {len(played)} episodes failed outside the agent's "
+      f"reach; the first says: {broken[0].outcome.error}"
+    )
+  return [
+    dataclasses.replace(
+      t,
+      outcome=schemes.score(
+        t.outcome,
+        t.family,
+        run.denominators,
+        scheme=run.config.rl.reward,
+        max_assertions=run.config.rl.max_assertions,
+      ),
+    )
+    for t in played
+  ]
+
+
+def episode_seconds(played: Sequence[Trajectory]) -> dict[str, float]:
+  """Summed seconds of all episodes, by what they waited for."""
+  total: dict[str, float] = {}
+  for trajectory in played:
+    for phase, seconds in trajectory.outcome.seconds.items():
+      key = f"episode_seconds_{phase}"
+      total[key] = total.get(key, 0.0) + seconds
+  return total
+
+
+def finish_stage(
+  run: Run, name: str, params: Any, facts: Mapping[str, Any]
+) -> None:
+  """Leaves a stage's policy where later stages and programs look for it."""
+  export_base(
+    params,
+    {"stage": name, "facts": dict(facts)},
+    stage_directory(run.workdir, name),
+    dtype=np.float32,
+  )
+
+
+def stage_facts(run: Run, name: str) -> dict[str, Any]:
+  card = stage_directory(run.workdir, name) / "base.json"
+  return json.loads(card.read_text())["card"]["facts"]
+
+
+def first_step(config: config_dict.ConfigDict, stage: str) -> int:
+  """Where a stage's steps begin in the metrics, counted over all stages."""
+  rounds = config.rl.iterations + 1
+  lengths = {
+    "evaluate base": 1,
+    "pretrain": config.pretrain.steps + 1 if config.pretrain.enabled else 0,
+    "sft": config.sft.max_epochs * sft_epoch(config),
+    "evaluate sft": 1,
+    "rl": rounds,
+    "evaluate rl": 1,
+    "control": rounds,
+    "evaluate control": 1,
+  }
+  names = list(lengths)
+  return 1 + sum(lengths[n] for n in names[: names.index(stage)])
+
+
+def sft_epoch(config: config_dict.ConfigDict) -> int:
+  """Updates per epoch of the warm start."""
+  count = len(read_families(config)) * config.data.demonstrations
+  return -(-count // config.sft.batch_size)
+
+
+def last_step(
+  workdir: epath.Path, config: config_dict.ConfigDict
+) -> int | None:
+  """The metrics step that an interrupted run goes on from; None if new."""
+  reached = []
+  for stage in ("pretrain", "sft", "rl", "control"):
+    directory = workdir / "checkpoints" / stage
+    if directory.exists():
+      with Checkpoints(directory, read_only=True) as checkpoints:
+        if checkpoints.latest is not None:
+          reached.append(first_step(config, stage) + checkpoints.latest)
+  for stage in ("base", "sft", "rl", "control"):
+    if (workdir / "evaluations" / f"{stage}.json").exists():
+      reached.append(first_step(config, f"evaluate {stage}"))
+  return max(reached, default=None)
+
+
+def copy(params: Any) -> Any:
+  """A copy in buffers of its own: steps donate what they are given."""
+  return jax.tree.map(lambda x: jax.numpy.array(x, copy=True), params)
+
+
+def jsonable(state: Any) -> Any:
+  """A data cursor as JSON gives it back."""
+  return json.loads(json.dumps(state))
