@@ -148,6 +148,11 @@ def processes() -> dict[int, tuple[int, str, str]]:
   return found
 
 
+def ticks_since_boot() -> int:
+  """Now, on the clock of processes' start times."""
+  return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
+
+
 def descendants(of: int) -> dict[int, tuple[int, str, str]]:
   """The processes below one, as `processes` has them."""
   everyone = processes()
@@ -171,6 +176,7 @@ async def after_a_kill(count: int) -> dict[str, int]:
     assert child.stdout is not None
     directory = child.stdout.readline().strip()
     family = descendants(child.pid)
+    killed_at = ticks_since_boot()
   finally:
     child.kill()
     child.wait()
@@ -179,9 +185,8 @@ async def after_a_kill(count: int) -> dict[str, int]:
   foreign = {value[2] for value in family.values()} - {own, ""}
   async with Farm(max_sandboxes=1):
     left = processes()
-    # Our own new namespaces may have been given the numbers of dead ones.
-    ours = descendants(os.getpid())
-    held = {v[2] for pid, v in left.items() if pid not in ours}
+    # Whoever started later may hold a new namespace with a dead one's number.
+    held = {v[2] for v in left.values() if int(v[1]) <= killed_at}
     mounts = held & foreign
     with open("/proc/self/mountinfo") as file:
       mounts |= {line for line in file if directory in line}

@@ -18,7 +18,7 @@ from t1jax.sandbox.local import LocalSandbox
 from t1jax.tasks import dockerfile
 from t1jax.tasks.task import Task
 
-_TOOLS = "/run/installers"
+TOOLS = "/run/installers"
 _DEFAULT_WORKDIR = "/app"
 # What a package brings when that is not a command of its own name; "" for
 # libraries and data that nothing calls by name.
@@ -111,7 +111,7 @@ async def install_environment(
   commands = {**_COMMANDS, **dict.fromkeys(unneeded, "")}
   installs = _INSTALL.search(text) is not None
   if installs:
-    files |= _installers(commands)
+    files |= installers(commands)
   for step in dockerfile.parse(text):
     if step.kind == "copy":
       files.update(dockerfile.copied_files(step, task.room("environment")))
@@ -138,7 +138,7 @@ async def install_environment(
     missing = await _missing(sandbox)
     if missing:
       raise MissingTool(task.name, missing)
-    await sandbox.exec(["rm", "-rf", _TOOLS])
+    await sandbox.exec(["rm", "-rf", TOOLS])
   if ran:
     await sandbox.seal()
   workdir = task.config.workdir or workdir
@@ -147,11 +147,14 @@ async def install_environment(
     await sandbox.configure(workdir, settings)
 
 
-def _installers(commands: Mapping[str, str]) -> dict[str, base.FileSpec]:
+def installers(
+  commands: Mapping[str, str] = _COMMANDS,
+) -> dict[str, base.FileSpec]:
+  """The stand-ins for installers, to be uploaded and put first on PATH."""
   program = (_INSTALLER.encode(), 0o755)
   names = ("apt", "apt-get", "apt-cache", "pip", "pip3", "apt-key")
-  files: dict[str, base.FileSpec] = {f"{_TOOLS}/{n}": program for n in names}
-  files[f"{_TOOLS}/commands.json"] = json.dumps(commands).encode()
+  files: dict[str, base.FileSpec] = {f"{TOOLS}/{n}": program for n in names}
+  files[f"{TOOLS}/commands.json"] = json.dumps(commands).encode()
   return files
 
 
@@ -168,7 +171,7 @@ async def _run(
     argv = ["/bin/sh", "-c", step.args[0]]
   # Every step starts afresh: the working directory and the variables so far.
   path = settings.get("PATH", sandbox.default_path)
-  own = {"PATH": f"{_TOOLS}:{path}"} if installs else {}
+  own = {"PATH": f"{TOOLS}:{path}"} if installs else {}
   result = await sandbox.exec(
     argv,
     timeout_sec=task.config.build_timeout_sec,
@@ -191,7 +194,7 @@ async def _run(
 
 
 async def _missing(sandbox: LocalSandbox) -> tuple[str, ...]:
-  listed = await sandbox.exec(["cat", f"{_TOOLS}/missing"])
+  listed = await sandbox.exec(["cat", f"{TOOLS}/missing"])
   if listed.exit_code != 0:
     return ()
   return tuple(dict.fromkeys(listed.text.splitlines()))
