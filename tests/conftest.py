@@ -16,4 +16,4 @@ _CACHE = pathlib.Path(
 os.environ.setdefault(
   "JAX_COMPILATION_CACHE_DIR", str(_CACHE / "t1jax" / "jax-tests")
 )
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")

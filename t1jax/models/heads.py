@@ -66,11 +66,12 @@ def token_logprobs(
     hidden_CxD, targets_C = pair
     scaled_CxV = logits(params, cfg, hidden_CxD) / temperature
     log_z = jax.nn.logsumexp(scaled_CxV, axis=-1)
+    logprobs_CxV = scaled_CxV - log_z[:, None]
     picked = jnp.take_along_axis(
-      scaled_CxV, jnp.maximum(targets_C, 0)[:, None], axis=-1
+      logprobs_CxV, jnp.maximum(targets_C, 0)[:, None], axis=-1
     )[:, 0]
-    probs = jnp.exp(scaled_CxV - log_z[:, None])
-    return picked - log_z, log_z - jnp.sum(probs * scaled_CxV, axis=-1)
+    # Not log_z - E[logit]: that cancels when logits are large.
+    return picked, -jnp.sum(jnp.exp(logprobs_CxV) * logprobs_CxV, axis=-1)
 
   logprobs, entropy = jax.lax.map(
     one, (split(hidden_BxSxD), split(targets_BxS))

@@ -77,6 +77,11 @@ def apply(
       "apply(recorded=True) has no routes; pass routes_LxBxSxK of shape "
       f"{(cfg.num_moe_layers, b, s, cfg.top_k)} or recorded=False."
     )
+  if columns is not None and cache is None:
+    raise ValueError(
+      f"apply(columns={columns}) without a cache; it bounds the cache columns "
+      "that attention reads. Pass a cache or leave it out."
+    )
   dtype = jnp.dtype(cfg.compute_dtype)
   real_BxS = segment_ids_BxS > 0
   table = attention.rotary_table(cfg, positions_BxS)
