@@ -310,7 +310,7 @@ def apply_update(
   """
   norms = {
     "grad_norm": _norm(jax.tree.leaves(gradient)),
-    "router_grad_norm": _norm(_routers(gradient)),
+    "router_grad_norm": router_norm(gradient),
   }
   with _promotion_as_optax_expects():
     updates, opt_state = make_optimizer(config).update(
@@ -318,6 +318,11 @@ def apply_update(
     )
     params = optax.apply_updates(params, updates)
   return params, opt_state, norms
+
+
+def router_norm(tree: dict) -> jax.Array:
+  """Norm of the routers' part of a gradient, float32 scalar."""
+  return _norm(_routers(tree))
 
 
 def _promotion_as_optax_expects():

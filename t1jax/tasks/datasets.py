@@ -45,6 +45,8 @@ class Example(TypedDict):
 # Called only if the split has to be built: making examples runs sandboxes.
 MakeExamples = Callable[[], Iterable[Example]]
 
+# Epochs; grain's own "for ever" overflows when batches hold one example.
+_FOREVER = 1_000_000
 _TEXTS = ("name", "family", "domain", "split", "instruction")
 
 
@@ -199,7 +201,11 @@ def batches(
     raise DatasetError("no examples to batch: the split is empty")
   if not 0 <= seed < 2**32:
     raise ValueError(f"seed must be in [0, 2**32), got {seed}")
-  dataset = grain.MapDataset.source(source).shuffle(seed=seed).repeat(epochs)
+  dataset = (
+    grain.MapDataset.source(source)
+    .shuffle(seed=seed)
+    .repeat(epochs or _FOREVER)
+  )
   dataset = dataset.batch(batch_size, drop_remainder=False, batch_fn=list)
   # Reading takes microseconds: threads would only compete with training.
   read = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
