@@ -40,6 +40,7 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
       validation=8,
       train=800,
       heldout=20,
+      directories=(),  # Harbor task directories that join the training tasks
     ),
     limits=dict(  # of one episode
       max_turns=8,
@@ -103,11 +104,15 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
       sessions=800,  # per family
       validation=20,
       hints=3,  # names shown that the session does not use
-      batch_size=48,
-      steps=3000,
+      batch_size=36,
+      steps=2500,
       evaluate_every=250,
       optimizer=dict(
-        learning_rate=1.5e-3, warmup_steps=100, decay_steps=3000, b2=0.98
+        learning_rate=1.5e-3,
+        warmup_steps=20,
+        decay_steps=2500,
+        b2=0.98,
+        weight_decay=0.01,
       ),
     ),
   )

@@ -1,5 +1,6 @@
 """What a run learns from: its tokenizer, its dataset, its stream of tasks."""
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from t1jax.tasks import datasets
 from t1jax.tasks.families.base import NUMBERS, WORDS, make_task
 from t1jax.tasks.task import Task, from_bytes, to_bytes
 
+# Splits that the tasks of config.data.directories join.
+_WITH_DIRECTORIES = ("demonstrations", "train")
 # Split of the dataset -> (split of the task generator, its task numbers).
 Plan = Mapping[str, tuple[str, Sequence[int]]]
 
@@ -58,9 +61,15 @@ def build(
     SandboxError: the sandboxes do not work here.
   """
   demonstrated, listed = plan(config)
+  splits = {**demonstrated, **listed}
+
+  def tasks_of(split: str) -> list[Task]:
+    made = family_tasks(setting.families, *splits[split])
+    brought = setting.directory_tasks if split in _WITH_DIRECTORIES else ()
+    return [*made, *brought]
 
   def record(split: str) -> list[datasets.Example]:
-    tasks = family_tasks(setting.families, *demonstrated[split])
+    tasks = tasks_of(split)
     progress.phase(f"record {split}", total=len(tasks))
     examples = arena.run(
       demonstrations.record(
@@ -75,7 +84,7 @@ def build(
     return [{**example, "split": split} for example in examples]
 
   def undemonstrated(split: str) -> Iterator[datasets.Example]:
-    for task in family_tasks(setting.families, *listed[split]):
+    for task in tasks_of(split):
       yield {
         "name": task.name,
         "family": task.family,
@@ -86,7 +95,6 @@ def build(
         "turns": [],
       }
 
-  splits = {**demonstrated, **listed}
   return datasets.build(
     workdir / "data",
     fingerprint=datasets.fingerprint(
@@ -96,6 +104,10 @@ def build(
           s: [name, *map(int, ids)] for s, (name, ids) in splits.items()
         },
         "limits": config.limits.to_dict(),
+        "directories": [
+          hashlib.sha256(to_bytes(t)).hexdigest()
+          for t in setting.directory_tasks
+        ],
       }
     ),
     examples={

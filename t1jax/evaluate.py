@@ -38,7 +38,7 @@ from t1jax.sandbox.environment import install_environment
 from t1jax.sandbox.farm import Farm
 from t1jax.tasks import families
 from t1jax.tasks.families.base import Family, make_task
-from t1jax.tasks.task import Task, TaskError
+from t1jax.tasks.task import Task, TaskError, read_task
 
 ASSETS = epath.resource_path("t1jax") / "assets"
 TOKENIZER_FILE = "tokenizer.model"
@@ -60,6 +60,7 @@ class Setting:
   limits: harness.Limits
   families: tuple[Family, ...]
   base_dir: epath.Path
+  directory_tasks: tuple[Task, ...] = ()  # Harbor tasks that the user brings
 
 
 def read_setting(
@@ -69,6 +70,7 @@ def read_setting(
 
   Raises:
     UserError: a section that does not fit its type, naming the section.
+    TaskError: a task directory that cannot be read.
   """
   with configs.user_errors("config section model", ValueError, TypeError):
     model = ModelConfig(vocab_size=tokenizer.vocab_size, **config.model)
@@ -80,6 +82,7 @@ def read_setting(
     limits=limits,
     families=read_families(config),
     base_dir=base_directory(config),
+    directory_tasks=tuple(read_task(d) for d in config.data.directories),
   )
 
 

@@ -1,0 +1,179 @@
+"""The programs as a user starts them: the whole job small, and mistakes."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from t1jax.tasks.families import FAMILIES
+from t1jax.tasks.families.base import make_task
+from t1jax.tasks.task import write_task
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def program(name, *args, timeout=600, prefix=()):
+  environment = {
+    key: value
+    for key, value in os.environ.items()
+    # The programs run as users run them, not under the tests' strict rules.
+    if not key.startswith("JAX_NUMPY_")
+  }
+  return subprocess.run(
+    [*prefix, sys.executable, "-m", f"t1jax.{name}", *args],
+    cwd=ROOT,
+    env=environment,
+    capture_output=True,
+    text=True,
+    timeout=timeout,
+    check=False,
+  )
+
+
+SMALL = (
+  "--config=configs/tiny.py:smoke",
+  "--config.families=('rename_by_content','merge_branch')",
+)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+  workdir = tmp_path_factory.mktemp("run") / "smoke"
+  done = program("train", *SMALL, f"--workdir={workdir}")
+  assert done.returncode == 0, done.stderr
+  return workdir
+
+
+def test_the_job_runs_whole_and_says_what_it_found(finished):
+  summary = json.loads((finished / "summary.json").read_text())
+  assert set(summary["strict_success"]) == {"base", "sft", "rl", "control"}
+  for stage, rate in summary["strict_success"].items():
+    low, high = summary["interval"][stage]
+    assert 0 <= low <= rate <= high <= 1
+  assert summary["n_heldout"] == 2
+  assert summary["replay_agreement"] == 1.0
+  assert set(summary["explained_variance"]) == {"before", "after"}
+  assert summary["wall_seconds"] > 0 and "rl_share_of_gain" in summary
+  records = [
+    json.loads(line)
+    for line in (finished / "metrics.jsonl").read_text().splitlines()
+  ]
+  steps = [r["step"] for r in records]
+  assert steps == sorted(steps)
+  phases = {r["phase"] for r in records}
+  assert {"sft", "warm_up", "ppo", "control", "evaluation"} <= phases
+  (ppo,) = [r for r in records if r["phase"] == "ppo"]
+  for name in (
+    "success", "reward_spr", "explained_variance", "clip_fraction_low",
+    "entropy", "k3", "logprob_gap", "f_tau2", "replayed_fraction",
+    "fallback_fraction", "load_violation", "learner_tokens_per_second",
+    "seconds_rollout", "seconds_actor", "episode_seconds_shell",
+  ):  # fmt: skip
+    assert name in ppo, name
+  assert ppo["infra_failures"] == 0 and ppo["fallback_fraction"] == 0
+
+
+def test_a_finished_run_is_left_alone(finished):
+  before = {p: p.stat().st_mtime_ns for p in finished.rglob("*")}
+  again = program("train", *SMALL, f"--workdir={finished}")
+  assert again.returncode == 0 and "is finished" in again.stdout
+  assert {p: p.stat().st_mtime_ns for p in finished.rglob("*")} == before
+
+
+def test_evaluate_repeats_the_figure_of_the_summary(finished):
+  done = program("evaluate", f"--workdir={finished}", "--stage=sft")
+  assert done.returncode == 0, done.stderr
+  result = json.loads(done.stdout.splitlines()[-1])
+  summary = json.loads((finished / "summary.json").read_text())
+  assert result["strict_success"] == summary["strict_success"]["sft"]
+  assert result["n_heldout"] == summary["n_heldout"]
+
+
+def broken_directory(tmp_path, kind):
+  task = make_task(FAMILIES[0], "train", 3)
+  path = write_task(task, tmp_path / kind)
+  if kind == "toml":
+    (path / "task.toml").write_text("version = [broken")
+  elif kind == "tests":
+    for file in (path / "tests").iterdir():
+      file.unlink()
+    (path / "tests").rmdir()
+  else:
+    (path / "solution" / "commands.json").write_text('["true"]')
+    (path / "solution" / "solve.sh").write_text("#!/bin/sh\ntrue\n")
+  return path
+
+
+MISTAKES = [
+  (["--config.rl.iteration=3"], "did you mean rl.iterations"),
+  (["--config.rl.iterations=three"], "config field rl.iterations"),
+  (["--config=configs/tiny.py:smok"], "unknown config argument 'smok'"),
+  (["--config=configs/tin.py"], "no config file"),
+  (["--config.ppo.ratio_high=0.5"], "ratio_high"),
+  (["--config.model.top_k=9"], "top_k"),
+  (["--config.families=('rename',)"], "unknown task family"),
+  (["--config.base=/nowhere"], "cannot read the tokenizer"),
+  (["--config.data.directories=('{toml}',)"], "task.toml"),
+  (["--config.data.directories=('{tests}',)"], "tests"),
+  (["--stepz=3"], "unknown flag --stepz"),
+]
+
+
+@pytest.mark.parametrize(("args", "message"), MISTAKES)
+def test_a_mistake_is_one_line_before_any_work(args, message, tmp_path):
+  places = {k: broken_directory(tmp_path, k) for k in ("toml", "tests")}
+  args = [a.format(**places) for a in args]
+  workdir = tmp_path / "run"
+  done = program("train", *SMALL[:1], *args, f"--workdir={workdir}")
+  assert done.returncode == 2, (done.stdout, done.stderr)
+  last = done.stderr.strip().splitlines()
+  assert len(last) == 1 and last[0].startswith("error: ")
+  assert message in last[0]
+  assert not workdir.exists()
+
+
+def test_a_workdir_of_another_config_is_refused(finished):
+  done = program(
+    "train", *SMALL, f"--workdir={finished}", "--config.rl.iterations=7"
+  )
+  assert done.returncode == 2
+  assert "rl.iterations (1 there, 7 here)" in done.stderr
+
+
+def test_a_failing_oracle_is_named(tmp_path):
+  path = broken_directory(tmp_path, "oracle")
+  done = program(
+    "train",
+    *SMALL,
+    f"--config.data.directories=('{path}',)",
+    f"--workdir={tmp_path / 'run'}",
+  )
+  assert done.returncode == 2, done.stderr
+  (error,) = [x for x in done.stderr.splitlines() if x.startswith("error:")]
+  assert path.name in error and "oracle does not pass" in error
+
+
+def test_without_namespaces_one_line_says_what_to_do(tmp_path):
+  forbid = "echo 0 > /proc/sys/user/max_user_namespaces"
+  prefix = ("unshare", "-Ur", "sh", "-c", f'{forbid} && exec "$@"', "sh")
+  if subprocess.run([*prefix, "true"], check=False).returncode:
+    pytest.skip("this machine has no user namespaces to forbid")
+  workdir = tmp_path / "run"
+  done = program("train", *SMALL, f"--workdir={workdir}", prefix=prefix)
+  assert done.returncode == 2, done.stderr
+  (error,) = [x for x in done.stderr.splitlines() if x.startswith("error:")]
+  assert "max_user_namespaces" in error
+
+
+def test_a_full_disk_is_one_line(tmp_path):
+  mount = 'mount -t tmpfs -o size=64k none "$0" && exec "$@"'
+  prefix = ("unshare", "-Urm", "sh", "-c", mount, str(tmp_path))
+  if subprocess.run([*prefix, "true"], check=False).returncode:
+    pytest.skip("this machine has no user namespaces to mount a small disk in")
+  done = program("train", *SMALL, f"--workdir={tmp_path / 'x'}", prefix=prefix)
+  assert done.returncode == 2, done.stderr
+  (error,) = [x for x in done.stderr.splitlines() if x.startswith("error:")]
+  assert "MB free" in error
