@@ -41,8 +41,10 @@ SERVICES = (
 )  # fmt: skip
 
 _INSTALL = re.compile(
-  r"(?:\bpip3? install|\buv add|--with)((?:[ \t]+(?:\\\n)?[^\s;&|<>]+)+)"
+  r"(?:\bpip3? install|\buv add)((?:[ \t]+(?:\\\n)?[^\s;&|<>]+)+)"
+  r"|--with[ =]([^\s;&|<>]+)"
 )
+_PYTHON_IMAGE = re.compile(rb"^FROM .*\bpython\b", re.MULTILINE)
 _REQUIREMENT = re.compile(r"[A-Za-z][\w.-]*(\[[\w,]+\])?([=~<>!]=[\w.]+)?")
 
 # `curl ... | sh` of the installer becomes a script that makes the file which
@@ -129,10 +131,8 @@ def requirements(*scripts: bytes) -> tuple[str, ...]:
   found = set()
   for script in scripts:
     for match in _INSTALL.finditer(script.decode("utf-8", "replace")):
-      for word in match[1].replace("\\\n", " ").split():
-        if word == "&&":
-          break
-        if _REQUIREMENT.fullmatch(word):
+      for word in (match[1] or match[2]).replace("\\\n", " ").split():
+        if _REQUIREMENT.fullmatch(word) and not word.endswith(".txt"):
           found.add(word)
   return tuple(sorted(found))
 
@@ -181,7 +181,13 @@ async def prepare(sandbox: LocalSandbox, task: Task, packages: str) -> None:
   """The task's environment, with its Python packages on the path."""
   asked = ["python3", "-c", "import site; print(site.getsitepackages()[0])"]
   where = (await sandbox.exec(asked, timeout_sec=60)).text.strip()
-  await sandbox.upload({f"{where}/t1jax.pth": f"{packages}\n".encode()})
+  files: dict[str, base.FileSpec] = {
+    f"{where}/t1jax.pth": f"{packages}\n".encode()
+  }
+  if _PYTHON_IMAGE.search(task.environment["Dockerfile"]):
+    # Such an image has it under this name, most hosts do not.
+    files["/usr/local/bin/python"] = (b'#!/bin/sh\nexec python3 "$@"\n', 0o755)
+  await sandbox.upload(files)
   await environment.install_environment(sandbox, task, unneeded=UNNEEDED)
   await sandbox.seal()
 
@@ -227,33 +233,39 @@ async def play(farm: Farm, site: Site, task: Task, row: Row) -> None:
       raise base.SandboxError("a solution: its solution/ has no solve.sh")
     async with farm.sandbox(limits) as sandbox:
       await prepare(sandbox, task, mine)
-      if oracle:
-        await solve(sandbox, task)
+      solved = await solve(sandbox, task) if oracle else None
       verdict = await verify(
         sandbox, task, tools=STAND_INS, env={"T1JAX_SITE": tests}
       )
-      if oracle:
-        row.oracle = reward(verdict)
-        passed = sum(a.passed for a in verdict.assertions)
-        row.assertions = f"{passed}/{len(verdict.assertions)}"
-        if row.oracle < 1.0:
-          last = verdict.output.decode("utf-8", "replace").strip()
-          failed = [a.name for a in verdict.assertions if not a.passed]
-          missing = (await _asked_for(sandbox)).splitlines()
-          row.lacks = "; ".join(missing) or (
-            f"failed {failed}: {last.splitlines()[-1:]}"
-          )
-      else:
+      if solved is None:
         row.nothing = reward(verdict)
+        continue
+      row.oracle = reward(verdict)
+      passed = sum(a.passed for a in verdict.assertions)
+      row.assertions = f"{passed}/{len(verdict.assertions)}"
+      if row.oracle < 1.0:
+        row.lacks = await _asked_for(sandbox) or _last_words(solved, verdict)
+
+
+def _last_words(solved: base.ExecResult, verdict: Verification) -> str:
+  """Why a solution did not pass, as far as it and the tests say."""
+  failed = [a.name for a in verdict.assertions if not a.passed]
+  lines = solved.text.strip().splitlines()
+  absent = [line for line in lines if "not found" in line or "Error" in line]
+  return (
+    f"its solution ended with {solved.exit_code} ({solved.outcome}): "
+    f"{(absent or lines or ['no output'])[-1][:200]}; failed: "
+    f"{', '.join(failed)}"
+  )
 
 
 async def _asked_for(sandbox: LocalSandbox) -> str:
-  """What the solution wanted installed and the host has not."""
+  """What the solution wanted installed and the host lacks."""
   try:
     missing = await sandbox.download(f"{environment.TOOLS}/missing")
   except base.SandboxError:
     return ""
-  return missing.decode("utf-8", "replace").strip()
+  return "; ".join(missing.decode("utf-8", "replace").splitlines())
 
 
 async def run_all(

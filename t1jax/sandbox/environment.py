@@ -33,6 +33,9 @@ _COMMANDS = {
   "software-properties-common": "", "tzdata": "", "util-linux": "mount",
   "xz-utils": "xz",
 }  # fmt: skip
+_NO_NETWORK = (
+  "name resolution", "Could not resolve", "Network is unreachable",
+)  # fmt: skip
 _INSTALL = re.compile(r"\b(apt|apt-get|pip3?)\b")
 _INSTALLER = r'''#!/usr/bin/env python3
 """Stands in for an installer: checks, notes what is missing, changes nothing.
@@ -188,6 +191,8 @@ async def _run(
     missing = await _missing(sandbox)
     if missing:
       raise MissingTool(task.name, missing)
+    if any(word in result.text for word in _NO_NETWORK):
+      why, last = "needs the network, which a sandbox has not", last[-200:]
     raise base.SandboxError(
       f"task {task.name}: Dockerfile line {step.line}: RUN {why}: {last}"
     )

@@ -26,6 +26,7 @@ _ETC = (
   "os-release", "perl", "profile", "protocols", "python3*", "rpc", "services",
   "shells", "terminfo", "timezone", "xattr.conf",
 )  # fmt: skip
+_AUTHORITIES = "/etc/ssl/certs/ca-certificates.crt"  # public, and looked for
 _ETC_OWN = {
   "passwd": (
     "root:x:0:0:root:/root:/bin/bash\n"
@@ -112,6 +113,9 @@ def _copy_etc(target: str) -> None:
     )
     if wanted and name not in _ETC_OWN:
       _copy(f"/etc/{name}", f"{target}/{name}")
+  if os.path.exists(_AUTHORITIES):
+    os.makedirs(f"{target}/ssl/certs")
+    shutil.copyfile(_AUTHORITIES, f"{target}/ssl/certs/ca-certificates.crt")
   for name, text in _ETC_OWN.items():
     with open(f"{target}/{name}", "w") as file:
       file.write(text)
