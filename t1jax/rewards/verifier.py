@@ -31,7 +31,6 @@ from t1jax.sandbox.local import LocalSandbox
 from t1jax.tasks.task import Task
 
 _HOME, _TOOLS = "/verifier/home", "/verifier/bin"
-_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # Variables of the image that make programs run what the agent may have
 # written.
 _WITHHELD = re.compile(
@@ -147,10 +146,11 @@ async def _run_tests(
     files["/tests/pytest.ini"] = b"[pytest]\n"
   extra = dict(tools)
   if b"-m pytest" in task.tests["test.sh"] and "python3" not in extra:
-    safe = _SAFE_PYTHON % _PATH.encode()
+    safe = _SAFE_PYTHON % sandbox.default_path.encode()
     extra |= {"python3": (safe, 0o755), "python": (safe, 0o755)}
   files |= {f"{_TOOLS}/{name}": spec for name, spec in extra.items()}
   await sandbox.upload(files, view="verifier")
+  path = sandbox.default_path
   image = {k: v for k, v in sandbox.env.items() if not _WITHHELD.fullmatch(k)}
   result = await sandbox.exec_verifier(
     ["/bin/bash", "/tests/test.sh"],
@@ -163,7 +163,7 @@ async def _run_tests(
       "PYTHONDONTWRITEBYTECODE": "1",
       "PYTEST_ADDOPTS": "-p no:cacheprovider --rootdir=/tests",
       **image,
-      "PATH": f"{_TOOLS}:{_PATH}" if extra else _PATH,
+      "PATH": f"{_TOOLS}:{path}" if extra else path,
       "HOME": _HOME,
       **task.config.verifier_env,
       **env,

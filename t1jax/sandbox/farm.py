@@ -133,9 +133,13 @@ class Farm:
       self.directory = None
 
   async def boot(
-    self, channel: socket.socket, limits: base.Limits
+    self, channel: socket.socket, settings: Mapping[str, int | str]
   ) -> tuple[int, asyncio.Future[int]]:
     """Asks the zygote for one sandbox on `channel` (see `LocalSandbox`).
+
+    Args:
+      channel: the sandbox's end of a connected socket.
+      settings: the fields of `base.Limits`, and "path" for its commands.
 
     Returns:
       its number, and a future that is done when its processes are gone.
@@ -149,7 +153,7 @@ class Farm:
     number, self._next = self._next, self._next + 1
     gone = asyncio.get_running_loop().create_future()
     self._gone[number] = gone
-    request = {"id": number, "limits": local.limits_as_dict(limits)}
+    request = {"id": number, "limits": dict(settings)}
     while True:
       try:
         socket.send_fds(

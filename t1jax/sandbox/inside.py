@@ -25,9 +25,7 @@ from typing import Any, NoReturn
 from t1jax.sandbox import kernel, launcher, views, wire
 
 _MAX_STATE = 1 << 20
-_ENVIRONMENT = {
-  "PATH": launcher.PATH, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb",
-}  # fmt: skip
+_ENVIRONMENT = {"HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb"}
 
 
 class Output:
@@ -97,17 +95,18 @@ class Init:
         self.views.files["agent"], launcher.AGENT_CAPABILITIES
       )
     }
-    self.shell = launcher.Shell(_ENVIRONMENT, "/app")
 
-  def serve(self, channel: socket.socket, limits: dict[str, int]) -> NoReturn:
+  def serve(self, channel: socket.socket, limits: dict[str, Any]) -> NoReturn:
     """Answers requests until the channel closes.
 
     Args:
       channel: the connected socket to the user of the sandbox.
-      limits: fields of `base.Limits`.
+      limits: fields of `base.Limits`, and "path".
     """
     self.channel, self.limits = channel, limits
     self.limit_resources()
+    self.environment = {"PATH": limits["path"], **_ENVIRONMENT}
+    self.shell = launcher.Shell(self.environment, "/app")
     self.channel.sendall(wire.encode({"ready": True}))
     operations = {
       "exec": self.exec,
@@ -406,7 +405,7 @@ class Init:
     """A new shell for the agent: where it starts, what its variables add."""
     with self.views.inside("agent"):
       os.makedirs(request["cwd"], exist_ok=True)
-    env = {**_ENVIRONMENT, **request["env"]}
+    env = {**self.environment, **request["env"]}
     self.shell = launcher.Shell(env, request["cwd"])
     return {}, b""
 

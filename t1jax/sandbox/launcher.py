@@ -23,7 +23,6 @@ AGENT_CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 31})
 # running cannot trace the tests.
 VERIFIER_CAPABILITIES = AGENT_CAPABILITIES | {30}
 
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _STATE_FD, _RESTORE_FD, _COMMAND_FD = 62, 61, 60
 # Bash reads this before the command: it restores the state and asks for it to
 # be saved at the end. The command itself is the argument of a plain `bash -c`,

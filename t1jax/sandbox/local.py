@@ -11,7 +11,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from t1jax.sandbox import base, launcher, wire
+from t1jax.sandbox import base, template, wire
 
 if TYPE_CHECKING:
   from t1jax.sandbox import farm as farm_lib
@@ -32,7 +32,7 @@ class LocalSandbox:
     self.limits = limits
     self.number = -1
     self.workdir = "/app"
-    self.default_path = launcher.PATH
+    self.default_path = template.search_path(farm.binds)
     self.env: dict[str, str] = {}
     self._farm = farm
     self._lock = asyncio.Lock()
@@ -43,10 +43,11 @@ class LocalSandbox:
 
   async def start(self) -> None:
     """Boots it; raises `SandboxError` naming the call that was refused."""
+    settings = {**dataclasses.asdict(self.limits), "path": self.default_path}
     ours, theirs = socket.socketpair()
     with theirs:
       try:
-        self.number, self._gone = await self._farm.boot(theirs, self.limits)
+        self.number, self._gone = await self._farm.boot(theirs, settings)
       except BaseException:
         ours.close()
         raise
@@ -256,8 +257,3 @@ class LocalSandbox:
         )
       raise base.SandboxError(f"{where}: {reply['error']}")
     return reply, data
-
-
-def limits_as_dict(limits: base.Limits) -> dict[str, int]:
-  """For the wire."""
-  return dataclasses.asdict(limits)

@@ -12,6 +12,7 @@ import os
 import shutil
 import stat
 import sys
+from collections.abc import Mapping
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _EMPTY = (
@@ -46,6 +47,7 @@ _ETC_OWN = {
 }
 # Where a Python from outside /usr is shown, and where its programs are.
 PYTHON_PREFIX = "/opt/python"
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def system_directories() -> list[str]:
@@ -67,6 +69,11 @@ def python_bind() -> dict[str, str]:
   if sys.base_prefix == "/usr/local":
     return {}
   return {PYTHON_PREFIX: sys.base_prefix}
+
+
+def search_path(binds: Mapping[str, str]) -> str:
+  """PATH of commands in a sandbox that has these binds."""
+  return _PATH + (f":{PYTHON_PREFIX}/bin" if PYTHON_PREFIX in binds else "")
 
 
 def build(path: str, binds: dict[str, str], first_id: int | None) -> None:

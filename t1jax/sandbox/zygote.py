@@ -336,7 +336,7 @@ class Zygote:
         self.spares.append(self.fork_spare(request["limits"]["disk_mb"]))
 
   def hand_over(
-    self, request: int, limits: dict[str, int], channel: socket.socket
+    self, request: int, limits: dict[str, Any], channel: socket.socket
   ) -> None:
     """Gives the channel to a spare with the right disk, made if need be."""
     disk_mb = limits["disk_mb"]
@@ -382,7 +382,7 @@ class Zygote:
     self, disk_mb: int, files: dict[str, list[str]], link: socket.socket
   ) -> NoReturn:
     """In the child: groups, mounts, namespaces; then serves as pid 1."""
-    handover: list[tuple[dict[str, int], socket.socket]] = []
+    handover: list[tuple[dict[str, Any], socket.socket]] = []
     try:
       error: BaseException | None = None
       try:
@@ -405,7 +405,7 @@ class Zygote:
     disk_mb: int,
     files: dict[str, list[str]],
     link: socket.socket,
-    handover: list[tuple[dict[str, int], socket.socket]],
+    handover: list[tuple[dict[str, Any], socket.socket]],
   ) -> inside.Init:
     self.control.detach()
     os.closerange(3, link.fileno())
@@ -497,7 +497,7 @@ def _fork_first_of_namespace() -> int:
 
 
 def _read_link(
-  link: socket.socket, handover: list[tuple[dict[str, int], socket.socket]]
+  link: socket.socket, handover: list[tuple[dict[str, Any], socket.socket]]
 ) -> bool:
   """In an init: reads one message; whether it was "your ids are mapped"."""
   message, fds, _, _ = socket.recv_fds(link, 1 << 16, 1)

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from t1jax.sandbox import base, cgroups
+from t1jax.sandbox import base, cgroups, template
 from t1jax.sandbox import farm as farm_lib
 from t1jax.sandbox.farm import Farm
 
@@ -293,6 +293,23 @@ def test_binds_are_read_only_and_checked(tmp_path):
   for binds in ({"/usr/x": str(tmp_path)}, {"/opt/x": str(tmp_path / "no")}):
     with pytest.raises(ValueError, match="below /opt and an existing"):
       Farm(binds=binds)
+
+
+def test_a_python_from_elsewhere_is_found_inside(monkeypatch):
+  prefix = {template.PYTHON_PREFIX: sys.base_prefix}
+  monkeypatch.setattr(template, "python_bind", lambda: prefix)
+  look = "import json, sys; print(sys.prefix, len(json.dumps([])))"
+
+  async def main():
+    async with Farm() as farm, farm.sandbox() as sandbox:
+      run = await sandbox.exec(["/opt/python/bin/python3", "-c", look])
+      path = await sandbox.exec("echo $PATH; ls -a /root; touch /opt/python/x")
+      return run.text, path.text
+
+  run, path = asyncio.run(main())
+  assert run == "/opt/python 2\n"
+  assert path.splitlines()[0].endswith(":/opt/python/bin")
+  assert "pyenv" not in path and "Read-only" in path
 
 
 def test_a_farm_stays_small_and_starts_fast():
