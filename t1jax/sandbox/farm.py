@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Self
 
-from t1jax.sandbox import base, cgroups, local, template, zygote
+from t1jax.sandbox import base, cgroups, local, stage, template, zygote
 
 _START_SEC = 60.0
 
@@ -334,7 +334,7 @@ def _make_directory(binds: Mapping[str, str]) -> str:
         os.mkdir(path)
         break
     os.mkdir(f"{path}/stage")
-    first_id = zygote.FIRST_ID if zygote.has_all_ids() else None
+    first_id = stage.FIRST_ID if stage.has_all_ids() else None
     template.build(f"{path}/template", dict(binds), first_id)
   except OSError as error:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

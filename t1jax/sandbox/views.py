@@ -33,7 +33,7 @@ class Views:
   """Mount namespaces by name; entered and left by init itself."""
 
   def __init__(self, system: list[str], disk_mb: int) -> None:
-    """Makes the agent's view of init's own (see `zygote.Stage`)."""
+    """Makes the agent's view of init's own (see `stage.Stage`)."""
     self.system = system
     self.disk_mb = disk_mb
     self.files = {"init": self._open()}

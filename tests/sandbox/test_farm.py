@@ -223,9 +223,9 @@ def test_no_namespaces_is_one_line_with_the_setting_to_change(tmp_path):
   setup = """
 import os
 uid, gid = os.getuid(), os.getgid()
-from t1jax.sandbox import zygote
+from t1jax.sandbox import stage
 kernel.unshare(kernel.CLONE_NEWUSER, "user")
-zygote.write_maps("/proc/self", f"0 {uid} 1", f"0 {gid} 1")
+stage.write_maps("/proc/self", f"0 {uid} 1", f"0 {gid} 1")
 open("/proc/sys/user/max_user_namespaces", "w").write("0")
 """
   done = run_program(UNAVAILABLE.format(setup=setup), tmp_path)
