@@ -91,7 +91,7 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
       critic=dict(learning_rate=1e-3, warmup_steps=4, b2=0.95),
       actor_minibatches=4,
       critic_minibatches=4,
-      warmup_minibatches=8,
+      warmup_minibatches=26,
       warmup_epochs=1,
       buckets=(256,),
       token_budget=4096,

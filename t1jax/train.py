@@ -58,7 +58,11 @@ def main(argv: Sequence[str]) -> None:
   setting = read_setting(config, tokenizer)
   with configs.user_errors("config sections ppo, sft, pretrain"):
     rl = RLConfig.from_dict(
-      {**config.ppo, "temperature": config.sampler.temperature}
+      {
+        **config.ppo,
+        "temperature": config.sampler.temperature,
+        "forbidden_ids": setting.chat.forbidden_ids,
+      }
     )
     for section in (config.sft, config.pretrain):
       OptimizerConfig.from_dict(section.optimizer)

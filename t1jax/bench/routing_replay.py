@@ -71,8 +71,9 @@ def measure(
   old, new = _learn(cfg, chat, tasks, learning_steps)
   played = _sample(cfg, chat, old, tasks)
 
-  on = agreement(new, played, cfg, RL, replay=True)
-  off = agreement(new, played, cfg, RL, replay=False)
+  rl = dataclasses.replace(RL, forbidden_ids=chat.forbidden_ids)
+  on = agreement(new, played, cfg, rl, replay=True)
+  off = agreement(new, played, cfg, rl, replay=False)
   outside, share = _outside_top_k(new, played, cfg)
   return {
     "agreement_on": on["agreement"],

@@ -6,8 +6,11 @@ Axes: B rows, S tokens, T = B * S, D model width, V vocabulary.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from t1jax.models.config import ModelConfig
+
+_NEVER = np.float32(-1e9)  # the logit of what cannot be sampled
 
 
 def logits(params: dict, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
@@ -34,6 +37,7 @@ def token_logprobs(
   *,
   temperature: float = 1.0,
   chunk: int = 1024,
+  forbidden_ids: tuple[int, ...] = (),
 ) -> tuple[jax.Array, jax.Array]:
   """Exact log-probability of each target and entropy of each distribution.
 
@@ -47,6 +51,9 @@ def token_logprobs(
     targets_BxS: int32 in [0, V); a negative one reads an arbitrary entry.
     temperature: logits are divided by it before the softmax.
     chunk: tokens per chunk.
+    forbidden_ids: never sampled, so not in the distribution either: a sampler
+      that excludes control tokens normalises over the others. As a target
+      such an id reads 0.
 
   Returns:
     Two float32 [B, S], in nats.
@@ -55,6 +62,8 @@ def token_logprobs(
   total = b * s
   chunk = min(chunk, total)
   padding = -total % chunk
+  allowed_V = np.ones(cfg.vocab_size, bool)
+  allowed_V[list(forbidden_ids)] = False
 
   def split(x):
     x = x.reshape(total, *x.shape[2:])
@@ -65,11 +74,17 @@ def token_logprobs(
   def one(pair):
     hidden_CxD, targets_C = pair
     scaled_CxV = logits(params, cfg, hidden_CxD) / temperature
+    if forbidden_ids:
+      # Finite: 0 probability times it is 0, and not a number never arises.
+      scaled_CxV = jnp.where(allowed_V[None], scaled_CxV, _NEVER)
     log_z = jax.nn.logsumexp(scaled_CxV, axis=-1)
     logprobs_CxV = scaled_CxV - log_z[:, None]
     picked = jnp.take_along_axis(
       logprobs_CxV, jnp.maximum(targets_C, 0)[:, None], axis=-1
     )[:, 0]
+    if forbidden_ids:
+      allowed_C = jnp.asarray(allowed_V)[targets_C]
+      picked = jnp.where(allowed_C, picked, jnp.zeros_like(picked))
     # Not log_z - E[logit]: that cancels when logits are large.
     return picked, -jnp.sum(jnp.exp(logprobs_CxV) * logprobs_CxV, axis=-1)
 

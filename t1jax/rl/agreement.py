@@ -33,7 +33,7 @@ def agreement(
     params: the learner's policy.
     trajectories: with the sampler's log-probs and routes.
     cfg: the policy's model.
-    rl: buckets, token budget and temperature.
+    rl: buckets, token budget, temperature and forbidden ids.
     replay: whether the learner replays the recorded routes.
 
   Returns:
@@ -53,7 +53,12 @@ def agreement(
   ):
     batch = micro.batch
     routes, logprobs = _forward(
-      params, batch, cfg=cfg, temperature=rl.temperature, replay=replay
+      params,
+      batch,
+      cfg=cfg,
+      temperature=rl.temperature,
+      forbidden_ids=rl.forbidden_ids,
+      replay=replay,
     )
     recorded = np.asarray(batch.routes)
     known = (recorded >= 0).all(-1)
@@ -71,8 +76,10 @@ def agreement(
   }
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "temperature", "replay"))
-def _forward(params, batch, *, cfg, temperature, replay):
+@functools.partial(
+  jax.jit, static_argnames=("cfg", "temperature", "forbidden_ids", "replay")
+)
+def _forward(params, batch, *, cfg, temperature, forbidden_ids, replay):
   outputs = transformer.apply(
     params,
     cfg,
@@ -83,6 +90,11 @@ def _forward(params, batch, *, cfg, temperature, replay):
   )
   targets_BxS = jax.numpy.pad(batch.tokens[:, 1:], ((0, 0), (0, 1)))
   logprobs, _ = heads.token_logprobs(
-    params, cfg, outputs.hidden_BxSxD, targets_BxS, temperature=temperature
+    params,
+    cfg,
+    outputs.hidden_BxSxD,
+    targets_BxS,
+    temperature=temperature,
+    forbidden_ids=forbidden_ids,
   )
   return outputs.routes_LxBxSxK, predictions_of(logprobs)

@@ -359,6 +359,7 @@ def _with_logprobs(params, groups, cfg, rl, field, *, replay=None):
       _replayed(micro.batch, replay).replace(reference_logprobs=None),
       cfg=cfg,
       temperature=rl.temperature,
+      forbidden_ids=rl.forbidden_ids,
       chunk=rl.logprob_chunk,
       **_variant(micro, cfg, replay),
     ),

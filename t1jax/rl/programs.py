@@ -45,6 +45,7 @@ def action_logprobs(
   *,
   cfg: ModelConfig,
   temperature: float,
+  forbidden_ids: tuple[int, ...] = (),
   chunk: int,
   recorded: bool,
   capacity: int | None,
@@ -70,6 +71,7 @@ def action_logprobs(
     outputs.hidden_BxSxD,
     targets_BxS,
     temperature=temperature,
+    forbidden_ids=forbidden_ids,
     chunk=chunk,
   )
   load = Load(outputs.load_LxE, outputs.replayed_rows_L)
@@ -97,7 +99,14 @@ value_pass = jax.jit(action_values, static_argnames=("cfg",))
 
 @functools.partial(
   jax.jit,
-  static_argnames=("cfg", "temperature", "chunk", "recorded", "capacity"),
+  static_argnames=(
+    "cfg",
+    "temperature",
+    "forbidden_ids",
+    "chunk",
+    "recorded",
+    "capacity",
+  ),
 )
 def logprob_pass(params: dict, batch: Batch, **static) -> jax.Array:
   """Log-prob of each token, [B, S] float32, aligned."""
@@ -145,6 +154,7 @@ def actor_gradient(
       batch,
       cfg=cfg,
       temperature=terms.temperature,
+      forbidden_ids=terms.forbidden_ids,
       chunk=terms.logprob_chunk,
       recorded=recorded,
       capacity=capacity,

@@ -87,6 +87,7 @@ class PolicyTerms(typing.NamedTuple):
   entropy_coefficient: float
   kl_coefficient: float
   temperature: float
+  forbidden_ids: tuple[int, ...]
   logprob_chunk: int
 
 
@@ -108,6 +109,7 @@ class RLConfig:
     replay: the actor replays the sampler's routes; a trajectory without any
       is then an error.
     temperature: the sampler's; log-probs are taken under it, values never.
+    forbidden_ids: the sampler's; log-probs are normalised over the others.
     actor_minibatches, critic_minibatches: optimiser updates per epoch over a
       rollout batch. One divides the other.
     warmup_minibatches, warmup_epochs: the same for `warm_up_critic`.
@@ -134,6 +136,7 @@ class RLConfig:
   value_clip: float = 0.0
   replay: bool = True
   temperature: float = 1.0
+  forbidden_ids: tuple[int, ...] = ()
   actor: OptimizerConfig = OptimizerConfig(learning_rate=1e-6)
   critic: OptimizerConfig = OptimizerConfig(learning_rate=5e-6)
   actor_minibatches: int = 1
