@@ -239,7 +239,7 @@ def capacity(
   )
   slot_TxK = slot.reshape(num_tokens, k)
 
-  # Gate and up in one product: a fifth less time than two.
+  # Gate and up in one product: one read of the inputs instead of two.
   gate, up, down = (
     params[name].astype(x_TxD.dtype) for name in ("gate", "up", "down")
   )
