@@ -234,7 +234,7 @@ def _softmax_attention(q_BxJxGxSxP, k_BxJxCxP, v_BxJxCxP, visible_BxSxC):
   """softmax(q k^T) v with scaled queries.
 
   The gradient is written out because it needs only q, k, v, the output and
-  the probabilities; what autodiff would save is as large as the scores themselves.
+  the probabilities; autodiff would save more arrays of the scores' size.
   """
   return _softmax_attention_fwd(
     q_BxJxGxSxP, k_BxJxCxP, v_BxJxCxP, visible_BxSxC
