@@ -20,6 +20,7 @@ import signal
 import socket
 import stat
 import time
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from t1jax.sandbox import kernel, launcher, views, wire
@@ -62,7 +63,11 @@ class Init:
   """The server; `serve` never returns."""
 
   def __init__(
-    self, counters: dict[str, list[int]], system: list[str], disk_mb: int
+    self,
+    counters: dict[str, list[int]],
+    system: list[str],
+    binds: list[str],
+    disk_mb: int,
   ) -> None:
     """Sets the machine up; raises OSError naming what was refused.
 
@@ -70,6 +75,7 @@ class Init:
       counters: open files of the control groups that it is in, by "memory"
         and "pids"; an empty list where rlimits must do.
       system: directories with a pristine layer, such as "/usr".
+      binds: read-only places below `/opt`.
       disk_mb: size of the verifier's own disk, as the sandbox's.
     """
     self.counters = counters
@@ -89,7 +95,7 @@ class Init:
       # No user namespaces inside: less of the kernel in reach.
       with open("/m/proc/sys/user/max_user_namespaces", "w") as file:
         file.write("0")
-    self.views = views.Views(system, disk_mb)
+    self.views = views.Views(system, binds, disk_mb)
     self.launchers = {
       "agent": launcher.Launcher(
         self.views.files["agent"], launcher.AGENT_CAPABILITIES
@@ -129,8 +135,11 @@ class Init:
         if operation is None:  # an interrupt that came too late
           continue
         reply, data = operation(request, blob)
-      except OSError as error:
-        reply, data = {"error": str(error), "code": error.errno}, b""
+      except Exception as error:  # a request may fail, init may not
+        text = str(error) if isinstance(error, OSError) else repr(error)
+        text = text.encode("utf-8", "replace").decode()
+        code = getattr(error, "errno", None)
+        reply, data = {"error": text, "code": code}, b""
       self.channel.sendall(wire.encode(reply, data))
 
   def wait(
@@ -179,8 +188,8 @@ class Init:
         return
       self.statuses[pid] = (os.waitstatus_to_exitcode(status), usage.ru_maxrss)
 
-  def processes(self) -> dict[int, int]:
-    """pid -> parent's pid, of all living processes but init itself."""
+  def processes(self) -> dict[int, tuple[int, int]]:
+    """pid -> (parent's pid, start time), of all living ones but init."""
     found = {}
     for name in os.listdir("/m/proc"):
       if name.isdigit() and name != "1":
@@ -188,25 +197,30 @@ class Init:
           with open(f"/m/proc/{name}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
           if fields[0] not in (b"Z", b"X"):
-            found[int(name)] = int(fields[1])
+            found[int(name)] = int(fields[1]), int(fields[19])
     return found
 
-  def kill(self, spared: set[int]) -> None:
-    """Kills all processes but the spared and what they have started.
+  def kill(self, before: Mapping[int, tuple[int, int]]) -> None:
+    """Kills all processes but those of `before` and what they have started.
 
     Returns once they are gone; raises OSError if one will not die.
     """
-    give_up = time.monotonic() + 10
-    number = signal.SIGSTOP if spared else signal.SIGKILL
+    give_up = time.monotonic() + 20
+    number = signal.SIGSTOP if before else signal.SIGKILL
     while True:
       self.reap()
       living = self.processes()
+      # A number may have been given to another process since.
+      spared = {
+        pid for pid, (_, start) in living.items()
+        if pid in before and before[pid][1] == start
+      }  # fmt: skip
       doomed = [p for p in living if not _descends(p, living, spared)]
       if not doomed:
         return
       if time.monotonic() > give_up:
         raise OSError(errno.EBUSY, f"processes {doomed[:5]} cannot be killed")
-      if not spared:
+      if not before:
         # One call for all: no fork can slip through.
         with contextlib.suppress(ProcessLookupError):
           os.kill(-1, signal.SIGKILL)
@@ -224,7 +238,7 @@ class Init:
   ) -> tuple[dict[str, Any], bytes]:
     """Runs one command to its end, its deadline, or an interrupt."""
     view, starter = request["view"], self.launchers[request["view"]]
-    before = set(self.processes())
+    before = self.processes()
     killed, refused = self.counter("memory"), self.counter("pids")
     reader, writer = os.pipe()
     state = os.memfd_create("state")
@@ -250,7 +264,10 @@ class Init:
     output = Output(request["output_bytes"])
     outcome = self.follow(pid, reader, output, started + request["timeout"])
     if outcome != "ok":
-      self.kill(before & set(self.processes()))
+      self.kill(before)
+      while pid not in self.statuses:  # dead, perhaps not yet reaped
+        self.reap()
+        time.sleep(0.0005)
     drained = _drain(reader, output)
     seconds = time.monotonic() - started
     if drained:
@@ -393,7 +410,7 @@ class Init:
   ) -> tuple[dict[str, Any], bytes]:
     """Ends every process but init; returns how many there were."""
     count = len(self.processes())
-    self.kill(set())
+    self.kill({})
     for fd in self.leftover_pipes:
       os.close(fd)
     self.leftover_pipes.clear()
@@ -424,6 +441,7 @@ class Init:
     killed = 0
     if not request["keep_processes"]:
       killed = self.kill_all(request, blob)[0]["killed"]
+      kernel.remove_ipc("/m/proc")
     self.close_verifier(request, blob)
     self.views.open_verifier(request["keep_system"])
     self.launchers["verifier"] = launcher.Launcher(
@@ -441,14 +459,16 @@ class Init:
     return {}, b""
 
 
-def _descends(pid: int, parents: dict[int, int], from_any: set[int]) -> bool:
+def _descends(
+  pid: int, living: Mapping[int, tuple[int, int]], from_any: set[int]
+) -> bool:
   """Whether `pid` or an ancestor is in `from_any`."""
   seen = set()
-  while pid in parents and pid not in seen:
+  while pid in living and pid not in seen:
     if pid in from_any:
       return True
     seen.add(pid)
-    pid = parents[pid]
+    pid = living[pid][0]
   return False
 
 

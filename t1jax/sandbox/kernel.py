@@ -43,6 +43,7 @@ _AT_RECURSIVE = 0x8000
 _OPEN_TREE_CLONE = 1
 _MOUNT_ATTR_IDMAP = 0x00100000
 _MOVE_MOUNT_F_EMPTY_PATH = 4
+_IPC_RMID = 0
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 
 # System calls from 424 on have one number on every architecture.
@@ -75,8 +76,8 @@ def mount(
   """mount(2)."""
   _check(
     _libc.mount(
-      source.encode(),
-      target.encode(),
+      os.fsencode(source),
+      os.fsencode(target),
       kind.encode() or None,
       ctypes.c_ulong(flags),
       data.encode() or None,
@@ -91,7 +92,12 @@ def bind(source: str, target: str, *, recursive: bool = False) -> None:
 
 
 def make_read_only(target: str, flags: int = 0) -> None:
-  """Remounts a bind mount read-only."""
+  """Remounts a bind mount read-only.
+
+  What it forbids already it must go on forbidding: in a user namespace the
+  kernel refuses anything else.
+  """
+  flags |= os.statvfs(target).f_flag & (MS_NOSUID | MS_NODEV | MS_NOEXEC)
   mount("", target, flags=MS_BIND | MS_REMOUNT | MS_RDONLY | flags)
 
 
@@ -150,6 +156,21 @@ def bind_with_ids(source: str, target: str, user_namespace: int) -> None:
     )
   finally:
     os.close(tree)
+
+
+def remove_ipc(proc: str) -> None:
+  """Removes all System V shared memory, queues and semaphores.
+
+  They outlive their processes, hold memory, and are this namespace's alone.
+  """
+  for kind in ("shm", "msg", "sem"):
+    with open(f"{proc}/sysvipc/{kind}") as file:
+      numbers = [int(line.split()[1]) for line in list(file)[1:]]
+    for number in numbers:
+      if kind == "sem":
+        _libc.semctl(number, 0, _IPC_RMID)
+      else:
+        getattr(_libc, f"{kind}ctl")(number, _IPC_RMID, None)
 
 
 def prctl(option: int, argument: int) -> None:

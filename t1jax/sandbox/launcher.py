@@ -8,6 +8,7 @@ until the exec, which costs a fraction of a fork where page tables are slow
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 import signal
@@ -29,7 +30,7 @@ _STATE_FD, _RESTORE_FD, _COMMAND_FD = 62, 61, 60
 # so messages, line numbers and `ps` look as they do anywhere else.
 _SAVE = rb"""
 builtin unset BASH_ENV
-builtin trap '{ builtin set +xv; builtin printf "%s\0" "${PWD-/}"
+builtin trap '{ builtin set +xv; builtin pwd; builtin printf "\0"
 builtin declare -px; builtin declare -f; builtin declare -xF
 builtin printf "\0"; } >&62 2>/dev/null' EXIT
 """
@@ -49,7 +50,7 @@ class Shell:
     """Takes what the trap wrote; a torn or huge dump changes nothing."""
     if dump.endswith(b"\0") and dump.count(b"\0") == 2:
       cwd, self.restore, _ = dump.split(b"\0")
-      self.cwd = os.fsdecode(cwd)
+      self.cwd = os.fsdecode(cwd.removesuffix(b"\n")) or "/"
       self.env = {}
 
 
@@ -68,7 +69,10 @@ class Launcher:
     self._thread = threading.Thread(
       target=self._run, args=(namespace, capabilities), daemon=True
     )
-    self._thread.start()
+    try:
+      self._thread.start()
+    except RuntimeError as error:  # it is a process to the kernel's limits
+      raise BlockingIOError(errno.EAGAIN, str(error)) from error
     self._result()
 
   def spawn(
@@ -123,6 +127,8 @@ class Launcher:
         self._done.put(self._spawn(null, *work))
       except OSError as error:
         self._done.put(error)
+      except Exception as error:  # such as a NUL in a variable: say so
+        self._done.put(OSError(errno.EINVAL, repr(error)[:200]))
     os.close(null)
 
   def _spawn(
@@ -138,7 +144,9 @@ class Launcher:
       os.chdir(shell.cwd)
     except OSError as error:
       os.chdir("/")
-      os.write(output, os.fsencode(f"bash: {shell.cwd}: {error.strerror}\n"))
+      # Cut: nobody reads the pipe yet, and it must hold all of it.
+      says = os.fsencode(f"bash: {shell.cwd[:4096]}: {error.strerror}\n")
+      os.write(output, says)
     moves = [(null, 0), (output, 1), (output, 2)]
     if command is None:
       return _posix_spawn(before, shell.env, moves)

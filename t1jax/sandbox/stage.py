@@ -121,12 +121,12 @@ class Stage:
     """In the child: makes the sandbox's own root and enters it.
 
     Afterwards `/` is the sandbox's private disk: `m` is what the agent sees,
-    `lower` and `template` are the pristine layers, `verify` a mount point.
+    `lower`, `template` and `binds` are pristine, `verify` is a mount point.
     """
     kernel.unshare(kernel.CLONE_NEWNS, "mount")
     size = f"mode=755,size={disk_mb}m,nr_inodes=200k"
     kernel.mount("tmpfs", "/s", "tmpfs", kernel.MS_NOSUID, size)
-    for name in ("m", "verify", "lower", "template", "image", "shm"):
+    for name in ("m", "verify", "lower", "template", "image", "shm", "binds"):
       os.mkdir(f"/s/{name}")
     os.chmod("/s/shm", 0o1777)
     self._own("/s/image")
@@ -146,8 +146,14 @@ class Stage:
     kernel.bind("/s/shm", "/s/m/dev/shm")
     kernel.make_read_only("/s/m/dev", kernel.MS_NOSUID)
     for index, target in enumerate(self.binds):
-      kernel.bind(f"/binds/{index}", f"/s/m{target}")
-      kernel.make_read_only(f"/s/m{target}")
+      kept = f"/s/binds/{index}"
+      if os.path.isdir(f"/binds/{index}"):
+        os.mkdir(kept)
+      else:
+        os.close(os.open(kept, os.O_CREAT))
+      for place in (kept, f"/s/m{target}"):
+        kernel.bind(f"/binds/{index}", place)
+        kernel.make_read_only(place)
     kernel.enter_root("/s")
 
   def _own(self, path: str) -> None:

@@ -1,11 +1,13 @@
 """Three looks at one sandbox: init's own, the agent's, the verifier's.
 
 Init sees the sandbox's disk: `/m` (the agent's root: overlays), `/rw` (what
-was written), `/lower` and `/template` (the pristine layers), `/image` (what
-set-up wrote into system directories). The agent's root is `/m` and nothing
-else. The verifier gets the pristine system directories with the image's
-changes, everything else as the agent left it, and fresh `/tests`, `/logs` and
-`/verifier` on a disk of its own that no process of the agent can reach.
+was written), `/lower`, `/template` and `/binds` (the pristine layers),
+`/image` (what set-up wrote into system directories). The agent's root is `/m`
+and nothing else. The verifier gets the pristine system directories (links
+such as `/bin` and binds included) with the image's changes, everything else as
+the agent left it, and fresh `/tests`, `/logs` and `/verifier` on a disk of its
+own that no process of the agent can reach. Whatever an agent did to its root,
+this view can be made: an agent cannot turn its failure into ours.
 """
 
 from __future__ import annotations
@@ -14,27 +16,32 @@ import contextlib
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 from t1jax.sandbox import kernel
 
-# Directories of the template that are system directories, besides the lowers.
-_SYSTEM = ("etc", "proc", "dev", "sys")
+# Names at the top without which no program starts, links or directories.
+_PROGRAMS = frozenset({
+  "etc", "bin", "sbin", "lib", "lib32", "lib64", "libx32",
+})  # fmt: skip
 # Names at the top that would steer the tests' tools, or that are the
 # verifier's own.
 _WITHHELD = frozenset({
-  "tests", "logs", "verifier",
+  "proc", "dev", "sys", "tests", "logs", "verifier",
   "conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "pyproject.toml",
   "setup.cfg", "setup.py",
 })  # fmt: skip
+# Of one directory; each is a mount, which takes time and kernel memory.
+_MOST_NAMES = 1000
 
 
 class Views:
   """Mount namespaces by name; entered and left by init itself."""
 
-  def __init__(self, system: list[str], disk_mb: int) -> None:
+  def __init__(self, system: list[str], binds: list[str], disk_mb: int) -> None:
     """Makes the agent's view of init's own (see `stage.Stage`)."""
     self.system = system
+    self.binds = binds
     self.disk_mb = disk_mb
     self.files = {"init": self._open()}
     kernel.unshare(kernel.CLONE_NEWNS, "mount")
@@ -95,19 +102,30 @@ class Views:
       "overlay", root, "overlay", 0,
       "lowerdir=/template,upperdir=/verify/u,workdir=/verify/w,userxattr",
     )  # fmt: skip
-    for path in ["/etc", *self.system]:
+    hidden = _WITHHELD | {path.lstrip("/") for path in self.system}
+    for path in self.system:
       self._system(path, root + path, keep_system)
-    skipped = {p.lstrip("/") for p in self.system} | set(_SYSTEM) | _WITHHELD
-    here = set(os.listdir("/m")) - skipped
-    for name in set(os.listdir(root)) - here - skipped:
-      _remove(f"{root}/{name}")  # of the template, but the agent removed it
-    for name in here:
-      _show(f"/m/{name}", f"{root}/{name}")
+    if not keep_system:
+      self._system("/etc", f"{root}/etc", keep_system)
+      hidden |= _PROGRAMS
+    if self.binds:
+      hidden |= {"opt"}
+      self._show_opt(f"{root}/opt")
+    _show_all("/m", root, hidden)
     for name in ("proc", "dev"):
       kernel.bind(f"/m/{name}", f"{root}/{name}", recursive=True)
     for name in ("tests", "logs/verifier", "verifier/home", "verifier/bin"):
       os.makedirs(f"{root}/{name}")
     kernel.enter_root(root)
+
+  def _show_opt(self, target: str) -> None:
+    """What the agent left in `/opt`, with the binds as they were."""
+    mode = os.lstat("/m/opt").st_mode if os.path.lexists("/m/opt") else 0
+    if stat.S_ISDIR(mode):
+      tops = {path.split("/")[2] for path in self.binds}  # below /opt, all
+      _show_all("/m/opt", target, tops)
+    for index, path in enumerate(self.binds):
+      kernel.bind(f"/binds/{index}", target + path.removeprefix("/opt"))
 
   def _system(self, path: str, target: str, keep: bool) -> None:
     lower = "/template/etc" if path == "/etc" else f"/lower{path}"
@@ -127,23 +145,38 @@ class Views:
       os.close(fd)
 
 
+def _show_all(source: str, target: str, hidden: Set[str]) -> None:
+  """Makes a directory's entries visible in another that has some already.
+
+  Past `_MOST_NAMES` they are left out, those that the image lacks first.
+  """
+  given = set(os.listdir(target)) - hidden
+  left = set(os.listdir(source)) - hidden
+  for name in given - left:
+    _remove(f"{target}/{name}")  # of the template, but the agent removed it
+  names = sorted(left, key=lambda name: (name not in given, name))
+  for name in names[:_MOST_NAMES]:
+    # A process that was kept may take a name away meanwhile.
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+      _show(f"{source}/{name}", f"{target}/{name}")
+
+
 def _show(source: str, target: str) -> None:
-  """Makes one entry of the agent's root visible in the verifier's."""
+  """Makes one entry visible elsewhere, whatever it is."""
   mode = os.lstat(source).st_mode
-  if stat.S_ISDIR(mode) and not os.path.islink(target):
-    os.makedirs(target, exist_ok=True)
-    kernel.bind(source, target, recursive=True)
-    return
   if os.path.lexists(target):
+    if stat.S_ISDIR(mode) and stat.S_ISDIR(os.lstat(target).st_mode):
+      kernel.bind(source, target, recursive=True)
+      return
     _remove(target)
+  if stat.S_ISLNK(mode):  # a bind would follow it
+    os.symlink(os.readlink(source), target)
+    return
   if stat.S_ISDIR(mode):
     os.mkdir(target)
-    kernel.bind(source, target, recursive=True)
-  elif stat.S_ISLNK(mode):
-    os.symlink(os.readlink(source), target)
-  elif stat.S_ISREG(mode):
+  else:
     os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
-    kernel.bind(source, target)
+  kernel.bind(source, target, recursive=True)
 
 
 def _remove(path: str) -> None:

@@ -116,6 +116,9 @@ class Zygote:
     if not message:
       self.leave()
     request = json.loads(message)
+    if "kill" in request:
+      self.kill(request["kill"])
+      return
     fds = array.array("i")
     for _, _, data in ancillary:
       fds.frombytes(data)
@@ -132,6 +135,12 @@ class Zygote:
     with contextlib.suppress(OSError):  # the next request will tell
       while len(self.spares) < self.num_spares:
         self.spares.append(self.fork_spare(request["limits"]["disk_mb"]))
+
+  def kill(self, request: int) -> None:
+    """Ends an init that does not leave when its channel is closed."""
+    for pidfd, (_, number) in self.living.items():
+      if self.requests.get(number) == request:
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
   def hand_over(
     self, request: int, limits: dict[str, Any], channel: socket.socket
@@ -234,7 +243,9 @@ class Zygote:
       os.setgroups([])
     # After the ids, as changing them clears it.
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-    return inside.Init(counters, self.stage.system, disk_mb)
+    return inside.Init(
+      counters, self.stage.system, list(self.stage.binds), disk_mb
+    )
 
   def map_ids(self, fd: int) -> None:
     """An init has its user namespace: write the maps, tell it to go on."""
