@@ -119,18 +119,20 @@ class Farm:
       asyncio.get_running_loop().remove_reader(self._control)
       self._control.close()
       self._control = None
-    if self._process is not None:
-      process = self._process
-      try:
+    process, self._process = self._process, None
+    directory, self.directory = self.directory, None
+    try:
+      if process is not None:
         await asyncio.to_thread(process.wait, 30)
-      except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired:
+      pass
+    finally:  # also when nobody has the time to wait
+      if process is not None and process.poll() is None:
         process.kill()
-        await asyncio.to_thread(process.wait)
-      self._process = None
-    self._all_gone()
-    if self.directory is not None:
-      _remove_farm(os.path.basename(self.directory), self.directory)
-      self.directory = None
+        process.wait()
+      self._all_gone()
+      if directory is not None:
+        _remove_farm(os.path.basename(directory), directory)
 
   async def boot(
     self, channel: socket.socket, settings: Mapping[str, int | str]
@@ -165,6 +167,20 @@ class Farm:
       except OSError as error:
         self._gone.pop(number, None)
         raise base.SandboxDied(f"the farm's zygote is gone: {error}") from error
+      except asyncio.CancelledError:
+        self._gone.pop(number, None)
+        raise
+
+  def kill(self, number: int) -> None:
+    """Ends a sandbox whose init does not leave by itself."""
+    if self._control is None or number not in self._gone:
+      return
+    try:
+      self._control.send(json.dumps({"kill": number}).encode())
+    except BlockingIOError:
+      asyncio.get_running_loop().call_later(0.1, self.kill, number)
+    except OSError:
+      return  # the zygote is gone, and so are its sandboxes
 
   async def _start_zygote(self) -> None:
     loop = asyncio.get_running_loop()
@@ -199,7 +215,7 @@ class Farm:
     loop.add_reader(ours, self._events)
     try:
       async with asyncio.timeout(_START_SEC):
-        event = await self._ready
+        event = await asyncio.shield(self._ready)
     except TimeoutError:
       self._process.kill()
       raise base.SandboxUnavailable(
@@ -207,8 +223,6 @@ class Farm:
       ) from None
     if event["event"] == "fatal":
       raise base.SandboxUnavailable(explain(event["error"], event["code"]))
-    self.root = event["root"]
-    self.controllers = tuple(event["controllers"])
 
   def _events(self) -> None:
     """Reads what the zygote reports."""
@@ -232,6 +246,8 @@ class Farm:
         if gone is not None and not gone.done():
           gone.set_result(event["status"])
       elif self._ready is not None and not self._ready.done():
+        self.root = event.get("root", False)
+        self.controllers = tuple(event.get("controllers", ()))
         self._ready.set_result(event)
 
   def _all_gone(self) -> None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 # Beyond a command's own deadline: killing what it started, and a busy host.
 _GRACE_SEC = 30.0
 _BOOT_SEC = 60.0
+# An init leaves when its channel closes; one that is stuck is killed.
+_LEAVE_SEC = 5.0
 
 
 class LocalSandbox:
@@ -41,6 +43,10 @@ class LocalSandbox:
     self._gone: asyncio.Future[int] | None = None
     self._closed = False
 
+  def untouched(self) -> LocalSandbox:
+    """Another sandbox with the same limits, not yet started."""
+    return LocalSandbox(self._farm, self.limits)
+
   async def start(self) -> None:
     """Boots it; raises `SandboxError` naming the call that was refused."""
     settings = {**dataclasses.asdict(self.limits), "path": self.default_path}
@@ -51,13 +57,14 @@ class LocalSandbox:
       except BaseException:
         ours.close()
         raise
-    self._reader, self._writer = await asyncio.open_connection(
-      sock=ours, limit=1 << 20
-    )
     try:
+      self._reader, self._writer = await asyncio.open_connection(
+        sock=ours, limit=1 << 20
+      )
       async with asyncio.timeout(_BOOT_SEC):
         reply, _ = await self._receive()
     except BaseException as error:
+      ours.close()
       await self.close()
       if isinstance(error, TimeoutError):
         raise base.SandboxError(
@@ -189,13 +196,18 @@ class LocalSandbox:
 
   async def close(self) -> None:
     """Ends the sandbox and waits until its processes are gone."""
-    if self._closed:
-      return
-    self._closed = True
-    if self._writer is not None:
-      self._writer.close()
-    if self._gone is not None:
-      await asyncio.shield(self._gone)
+    gone = self._gone
+    if not self._closed:
+      self._closed = True
+      if self._writer is not None:
+        # Not a polite end: what is still to be sent has no reader.
+        self._writer.transport.abort()
+      if gone is not None:
+        loop = asyncio.get_running_loop()
+        late = loop.call_later(_LEAVE_SEC, self._farm.kill, self.number)
+        gone.add_done_callback(lambda _: late.cancel())
+    if gone is not None:
+      await asyncio.shield(gone)
 
   async def _receive(self) -> tuple[dict[str, Any], bytes]:
     assert self._reader is not None
@@ -207,6 +219,17 @@ class LocalSandbox:
     except (asyncio.IncompleteReadError, ConnectionError) as error:
       raise self._died() from error
     return json.loads(head), blob
+
+  async def _exchange(
+    self, request: dict[str, Any], blob: bytes
+  ) -> tuple[dict[str, Any], bytes]:
+    assert self._writer is not None
+    try:
+      self._writer.write(wire.encode(request, blob))
+      await self._writer.drain()
+    except ConnectionError as error:
+      raise self._died() from error
+    return await self._receive()
 
   def _died(self) -> base.SandboxDied:
     return base.SandboxDied(
@@ -226,28 +249,28 @@ class LocalSandbox:
     async with self._lock:
       if self._closed or self._writer is None:
         raise base.SandboxDied(f"sandbox {self.number} is not running")
-      try:
-        self._writer.write(wire.encode(request, blob))
-        await self._writer.drain()
-      except ConnectionError as error:
-        raise self._died() from error
-      answer = asyncio.ensure_future(self._receive())
+      exchange = asyncio.ensure_future(self._exchange(request, blob))
       try:
         async with asyncio.timeout(seconds):
-          reply, data = await asyncio.shield(answer)
+          reply, data = await asyncio.shield(exchange)
       except TimeoutError:
-        answer.cancel()
         await self.close()
         raise base.SandboxDied(
           f"sandbox {self.number} did not answer {request['op']!r} within "
           f"{seconds:.0f} s; it was closed"
         ) from None
       except asyncio.CancelledError:
-        if not answer.done() and interruptible:
+        if interruptible and not exchange.done():
           self._writer.write(wire.encode({"op": "interrupt"}))
         # The reply must be read before anyone else may ask.
-        await asyncio.wait([answer], timeout=_GRACE_SEC)
+        await asyncio.wait([exchange], timeout=_GRACE_SEC)
         raise
+      finally:
+        if not exchange.done():  # out of step for good
+          exchange.cancel()
+          await self.close()
+        elif not exchange.cancelled():
+          exchange.exception()  # seen, even if the caller has gone
     if "error" in reply:
       where = f"sandbox {self.number}, {request['op']}"
       if reply["code"] == errno.ENOSPC:

@@ -134,6 +134,9 @@ def test_kill_dash_nine_leaves_nothing_once_the_next_farm_has_started(
   )
   assert victim.stdout.readline() == b"up\n"
   asleep = marker.replace(" ", "\0").encode()
+  give_up = time.monotonic() + 20  # the shells have only begun to start them
+  while len(_processes_named(asleep)) < 4 and time.monotonic() < give_up:
+    time.sleep(0.05)
   assert len(_processes_named(asleep)) == 4
   victim.kill()
   victim.wait()
