@@ -12,6 +12,12 @@ A task may set two switches in task.toml [metadata]:
 see or trace the tests) and `verifier_keep_system` (it asks for changes to
 system directories, so they stay in force, shims included).
 
+A verifier without a result may lack its tools, or the agent may have seen to
+it (no memory, no working directory, a device in place of a file). The same
+tests in a new sandbox of the same task tell: if they give a result there, the
+agent has failed; if not, the episode has no verdict (`infra`). So no agent can
+turn its failure into ours, whatever it breaks.
+
 What this cannot do: a test that itself runs the agent's program gives it the
 test's rights for that long.
 """
@@ -26,9 +32,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from t1jax.sandbox import base
+from t1jax.sandbox import base, environment
 from t1jax.sandbox.local import LocalSandbox
-from t1jax.tasks.task import Task
+from t1jax.tasks.task import Task, TaskError
 
 _HOME, _TOOLS = "/verifier/home", "/verifier/bin"
 # Variables of the image that make programs run what the agent may have
@@ -119,13 +125,37 @@ async def verify(
     A verdict in every case: a dead sandbox or a broken verifier is `infra`.
   """
   started = time.monotonic()
+  tools, env = tools or {}, env or {}
+  dead = False
   try:
-    run = await _run_tests(sandbox, task, tools or {}, env or {})
+    verdict = _judge(task, *await _run_tests(sandbox, task, tools, env))
   except (base.SandboxError, OSError) as error:
-    seconds = time.monotonic() - started
-    return Verification((), False, None, seconds, str(error), infra=True)
-  verdict = _judge(task, *run)
+    dead = isinstance(error, base.SandboxDied)
+    verdict = Verification((), False, None, 0.0, str(error), infra=True)
+  doubtful = verdict.infra and not dead
+  if doubtful and await _gives_a_result(sandbox, task, tools, env):
+    error = f"{verdict.error}; where no agent has been it gives one"
+    verdict = dataclasses.replace(verdict, infra=False, error=error)
   return dataclasses.replace(verdict, seconds=time.monotonic() - started)
+
+
+async def _gives_a_result(
+  used: LocalSandbox,
+  task: Task,
+  tools: Mapping[str, base.FileSpec],
+  env: Mapping[str, str],
+) -> bool:
+  """Whether the tests can do their work where no agent has been."""
+  sandbox = used.untouched()
+  try:
+    await sandbox.start()
+    await environment.install_environment(sandbox, task)
+    run = await _run_tests(sandbox, task, tools, env)
+  except (base.SandboxError, TaskError, OSError):
+    return False
+  finally:
+    await sandbox.close()
+  return not _judge(task, *run).infra
 
 
 async def _run_tests(
@@ -278,19 +308,11 @@ def _reward(found: Mapping[str, bytes], faults: list[str]) -> float | None:
   return None
 
 
-_SUMMARY = re.compile(r"^=+ short test summary info =+$", re.MULTILINE)
-_SECTION = re.compile(
-  r"^=+ (FAILURES|ERRORS|PASSES|warnings summary|short test summary info|"
-  r"\d+ .* in .*) =+$",
-  re.MULTILINE,
-)
-_LISTED = re.compile(
-  r"^(PASSED|FAILED|ERROR|XFAIL|XPASS) "
-  r"(\S+?(?:::[^\s\[]+(?:\[.*?\])?)*)(?: - .*)?$"
-)
-_VERBOSE = re.compile(
-  r"^(\S+::.+?) (PASSED|FAILED|ERROR|XFAIL|XPASS)(?: +\[ *\d+%\])?$"
-)
+_STATUSES = frozenset({"PASSED", "FAILED", "ERROR", "XFAIL", "XPASS"})
+_SUMMARY = "short test summary info"
+_SECTIONS = frozenset({
+  "FAILURES", "ERRORS", "PASSES", "warnings summary", _SUMMARY,
+})  # fmt: skip
 
 
 def read_pytest(text: str) -> dict[str, bool]:
@@ -298,7 +320,8 @@ def read_pytest(text: str) -> dict[str, bool]:
 
   Only pytest's own lines count: those of the last short summary, else the
   progress lines before the first section that repeats what tests (and the
-  programs that they ran) printed. A name is "file.py::test".
+  programs that they ran) printed. A name is "file.py::test". Takes time linear
+  in the text, which the agent may have written: no backtracking.
   """
   statuses: dict[str, bool] = {}
 
@@ -308,13 +331,47 @@ def read_pytest(text: str) -> dict[str, bool]:
     good = status in ("PASSED", "XPASS", "XFAIL")
     statuses[name] = statuses.get(name, True) and good
 
-  progress = text[: found.start()] if (found := _SECTION.search(text)) else text
-  for line in progress.splitlines():
-    if match := _VERBOSE.match(line.rstrip()):
-      note(match[1], match[2])
-  summaries = list(_SUMMARY.finditer(text))
-  if summaries:
-    for line in text[summaries[-1].end() :].splitlines():
-      if match := _LISTED.match(line.rstrip()):
-        note(match[2], match[1])
+  lines = [line.rstrip() for line in text.splitlines()]
+  titles = [(i, t) for i, line in enumerate(lines) if (t := _title(line))]
+  first = titles[0][0] if titles else len(lines)
+  for line in lines[:first]:
+    before, bracket, percent = line.rpartition("[")
+    if bracket and percent.rstrip("]").strip().rstrip("%").isdigit():
+      line = before.rstrip()
+    node, _, status = line.rpartition(" ")
+    file, colons, test = node.partition("::")
+    if status in _STATUSES and colons and test and " " not in file:
+      note(node, status)
+  summaries = [i for i, title in titles if title == _SUMMARY]
+  for line in lines[summaries[-1] + 1 :] if summaries else ():
+    status, _, rest = line.partition(" ")
+    if status in _STATUSES and (node := _listed(rest)):
+      note(node, status)
   return statuses
+
+
+def _title(line: str) -> str:
+  """The words of a line such as "==== FAILURES ====", if it parts sections."""
+  if not (line.startswith("=") and line.endswith("=")):
+    return ""
+  title = line.strip("=")
+  if not (title.startswith(" ") and title.endswith(" ")):
+    return ""
+  title = title.strip()
+  final = title[:1].isdigit() and " in " in title
+  return title if final or title in _SECTIONS else ""
+
+
+def _listed(rest: str) -> str:
+  """The node of "node" or "node - message"; only "[...]" may hold spaces."""
+  start = rest.find("[")
+  space = rest.find(" ")
+  end = space if space >= 0 else len(rest)
+  if "::" in rest[: max(start, 0)] and start < end:
+    end = start
+    while (end := rest.find("]", end) + 1) and end < len(rest):
+      if rest.startswith(" - ", end):
+        break
+  if end == len(rest) or rest.startswith(" - ", end):
+    return rest[:end]
+  return ""

@@ -313,17 +313,18 @@ def test_all_other_paths_are_as_the_agent_left_them(judge):
 
 def test_a_directory_turned_into_something_else_is_shown_so(judge):
   task = make_task(
-    b"for p in app home srv opt lib; do stat -c %F /$p 2>&1; done; "
+    b"for p in app home srv media lib; do stat -c %F /$p 2>&1; done; "
     b"echo 0 > /logs/verifier/reward.txt\n"
   )
   done = judge(
-    "cd /; mv /app /moved; ln -s /moved /app; rm -r /srv /home /opt; "
-    "mkfifo /srv; echo x > /opt",
+    "cd /; mv /app /moved; ln -s /moved /app; rm -r /srv /home /media; "
+    "mkfifo /srv; echo x > /media",
     task=task,
   )
   lines = done.output.decode().splitlines()
-  assert lines[0] == "symbolic link" and lines[3] == "regular file", lines
-  assert all("No such file" in line for line in lines[1:3])
+  assert lines[0] == "symbolic link", lines
+  assert "No such file" in lines[1] and lines[2] == "fifo", lines
+  assert lines[3] == "regular empty file" or lines[3] == "regular file", lines
   assert not done.infra
 
 
