@@ -17,6 +17,7 @@ from t1jax.rewards import verifier
 from t1jax.rollout import demonstrations
 from t1jax.tasks import datasets
 from t1jax.tasks.families.base import NUMBERS, WORDS, make_task
+from t1jax.tasks.families.drills import copying
 from t1jax.tasks.task import Task, from_bytes, to_bytes
 
 # Splits that the tasks of config.data.directories join.
@@ -66,7 +67,9 @@ def build(
   def tasks_of(split: str) -> list[Task]:
     made = family_tasks(setting.families, *splits[split])
     brought = setting.directory_tasks if split in _WITH_DIRECTORIES else ()
-    return [*made, *brought]
+    practised = range(config.pretrain.drills if split == "pretrain" else 0)
+    drills = (make_task(copying, "pretrain", i) for i in practised)
+    return [*made, *brought, *drills]
 
   def record(split: str) -> list[datasets.Example]:
     tasks = tasks_of(split)
@@ -103,6 +106,7 @@ def build(
         "splits": {
           s: [name, *map(int, ids)] for s, (name, ids) in splits.items()
         },
+        "drills": config.pretrain.drills if "pretrain" in splits else 0,
         "limits": config.limits.to_dict(),
         "directories": [
           hashlib.sha256(to_bytes(t)).hexdigest()

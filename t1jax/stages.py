@@ -30,6 +30,7 @@ from t1jax.evaluate import (
 from t1jax.metrics import LiveProgress, MetricsWriter
 from t1jax.rewards import schemes
 from t1jax.rl import batching, learner, supervised
+from t1jax.rl.agreement import agreement
 from t1jax.rl.critic import init_from_actor
 from t1jax.rl.settings import OptimizerConfig, RLConfig
 from t1jax.rollout.collect import Attempt
@@ -151,11 +152,9 @@ def reinforce(run: Run, sft: Any, data: epath.Path) -> tuple[Any, dict]:
         iteration,
         **{k: numbers[k] for k in HEADLINE if k in numbers},
       )
-      facts["replay_agreement"] = min(
-        facts.get("replay_agreement", 1.0),
-        numbers.get("replayed_fraction", 1.0),
-      )
       done = iteration == config.rl.iterations
+      if done:
+        facts |= routing_facts(run, state.actor, played)
       if done or iteration % config.rl.checkpoint_every == 0:
         host |= {
           "iteration": iteration,
@@ -165,6 +164,21 @@ def reinforce(run: Run, sft: Any, data: epath.Path) -> tuple[Any, dict]:
         checkpoints.save(iteration, state, host)
   finish_stage(run, name, state.actor, facts)
   return state.actor, facts
+
+
+def routing_facts(
+  run: Run, actor: Any, played: Sequence[Trajectory]
+) -> dict[str, float]:
+  """How far the newest actor uses the sampler's experts on its last episodes.
+
+  `replay_agreement` with routes replayed, `free_agreement` without.
+  """
+  kept, _ = learner.trainable(played)
+  cfg = run.setting.model
+  return {
+    name: agreement(actor, kept, cfg, run.rl, replay=replay)["agreement"]
+    for name, replay in (("replay_agreement", True), ("free_agreement", False))
+  }
 
 
 # Shown while PPO runs.

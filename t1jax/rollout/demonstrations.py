@@ -121,7 +121,7 @@ def session(
 
   In place of the instruction stand the session's names in random order among
   others that it does not use: the base can learn the shell and to copy, but
-  not what any instruction asks for. Loss falls on everything after the prompt.
+  not what any instruction asks for.
 
   Args:
     chat: the template.
@@ -131,6 +131,4 @@ def session(
   """
   shown = " ".join(hints[i] for i in rng.permutation(len(hints)))
   turns = [(t["command"], t["observation"]) for t in example["turns"]]
-  told = chat.demonstration(shown, turns, {"task": example["name"]})
-  mask = np.arange(len(told)) >= len(chat.prompt(shown))
-  return Demonstration(told.tokens, mask, told.provenance)
+  return chat.demonstration(shown, turns, {"task": example["name"]})
