@@ -16,6 +16,7 @@ import struct
 
 CLONE_FS = 0x00000200
 CLONE_NEWNS = 0x00020000
+CLONE_NEWCGROUP = 0x02000000
 CLONE_NEWUTS = 0x04000000
 CLONE_NEWIPC = 0x08000000
 CLONE_NEWUSER = 0x10000000
@@ -173,11 +174,10 @@ def remove_ipc(proc: str) -> None:
         getattr(_libc, f"{kind}ctl")(number, _IPC_RMID, None)
 
 
-def prctl(option: int, argument: int) -> None:
-  """prctl(2) with one number."""
-  _check(
-    _libc.prctl(option, ctypes.c_ulong(argument), 0, 0, 0), f"prctl {option}"
-  )
+def prctl(option: int, argument: int, second: int = 0) -> None:
+  """prctl(2) with one number or two."""
+  numbers = map(ctypes.c_ulong, (argument, second, 0, 0))
+  _check(_libc.prctl(option, *numbers), f"prctl {option}")
 
 
 def rename_process(name: str) -> None:

@@ -14,7 +14,7 @@ import queue
 import signal
 import threading
 
-from t1jax.sandbox import kernel
+from t1jax.sandbox import kernel, seccomp
 
 # What a container's root is usually given: change owners, modes and users,
 # bind low ports, chroot. Not: mount, trace, set the clock, configure devices.
@@ -117,6 +117,7 @@ class Launcher:
       kernel.unshare(kernel.CLONE_FS, "fs")
       kernel.setns(namespace, kernel.CLONE_NEWNS)
       kernel.keep_capabilities(capabilities)
+      seccomp.confine()
       null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
       self._done.put(error)

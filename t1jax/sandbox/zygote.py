@@ -30,6 +30,9 @@ from typing import Any, NoReturn
 from t1jax.sandbox import inside, kernel, wire
 from t1jax.sandbox.stage import Stage, write_maps
 
+# Inside a sandbox; nothing there has it.
+_INIT_GROUP = 65_533
+
 
 class Spare:
   """An init that has booted, or is about to, and waits for its user."""
@@ -231,16 +234,20 @@ class Zygote:
     self.stage.mount_sandbox(disk_mb)
     kernel.unshare(
       kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC
-      | kernel.CLONE_NEWUTS | kernel.CLONE_NEWNET,
-      "user, mount, ipc, uts, net",
+      | kernel.CLONE_NEWUTS | kernel.CLONE_NEWNET | kernel.CLONE_NEWCGROUP,
+      "user, mount, ipc, uts, net, cgroup",
     )  # fmt: skip
     link.send(b"map")
     while not _read_link(link, handover):
       pass
-    os.setresgid(0, 0, 0)
-    os.setresuid(0, 0, 0)
     if self.stage.root:
+      # Whoever has all three groups of a process may set its limits: none of
+      # its commands has these.
+      os.setresgid(0, 0, _INIT_GROUP)
       os.setgroups([])
+    else:
+      os.setresgid(0, 0, 0)
+    os.setresuid(0, 0, 0)
     # After the ids, as changing them clears it.
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     return inside.Init(
@@ -311,6 +318,9 @@ def _read_link(
   """In an init: reads one message; whether it was "your ids are mapped"."""
   message, fds, _, _ = socket.recv_fds(link, 1 << 16, 1)
   if fds:
+    # What is received is inherited by every command unless told otherwise,
+    # and whoever has the channel can answer in init's place.
+    os.set_inheritable(fds[0], False)
     handover.append((json.loads(message), socket.socket(fileno=fds[0])))
     return False
   if message != b"mapped":

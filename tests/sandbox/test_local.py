@@ -2,11 +2,13 @@
 
 import asyncio
 import os
+import platform
+import struct
 import time
 
 import pytest
 
-from t1jax.sandbox import base
+from t1jax.sandbox import base, seccomp
 
 
 def test_nothing_of_the_host_is_visible(in_sandbox):
@@ -39,6 +41,9 @@ def test_nothing_of_the_host_is_visible(in_sandbox):
     "mknod /tmp/disk b 8 0",
     "date -s 2000-01-01",
     "ip link add dummy0 type dummy",
+    "renice 19 1",
+    "taskset -p 1 1",
+    "chrt --idle -p 0 1",
     "kill -9 1 && sleep 0.2 && kill -0 1 && false",
     "mount -o remount,rw /dev && touch /dev/x",
   ],
@@ -50,6 +55,68 @@ def test_no_right_over_the_machine_or_init(in_sandbox, forbidden):
     assert (await sandbox.exec("echo alive")).output == b"alive\n"
 
   in_sandbox(test)
+
+
+def test_a_command_holds_no_file_of_inits(in_sandbox):
+  # With the channel it could answer the caller in init's place.
+  async def test(sandbox):
+    for _ in range(2):
+      listed = await sandbox.exec("readlink /proc/self/fd/*")
+      kinds = [line.split(":")[0] for line in listed.text.split()]
+      assert kinds[0] == "/dev/null" and kinds[1:3] == ["pipe", "pipe"]
+      assert "socket" not in kinds and "anon_inode" not in kinds, kinds
+    await sandbox.open_verifier()
+    listed = await sandbox.exec_verifier(
+      ["/bin/sh", "-c", "readlink /proc/self/fd/*"],
+      timeout_sec=5, cwd="/", env={"PATH": sandbox.default_path},
+      output_bytes=10_000,
+    )  # fmt: skip
+    assert len(listed.text.split()) == 3 and "socket" not in listed.text
+
+  in_sandbox(test)
+
+
+_CALLS = """
+import ctypes, os, socket
+libc = ctypes.CDLL(None, use_errno=True)
+limit = ctypes.create_string_buffer(16)
+assert libc.syscall(%d, 1, 7, limit, 0) < 0, "limits of init"
+for family in (socket.AF_VSOCK,):
+  try:
+    socket.socket(family, socket.SOCK_STREAM)
+  except OSError:
+    continue
+  raise SystemExit("a socket to the machine's host")
+for number in %r:
+  assert libc.syscall(number, 0, 0, 0, 0, 0) < 0, number
+  assert ctypes.get_errno() == 38, number
+"""
+
+
+def test_calls_that_no_namespace_confines_are_refused(in_sandbox, farm):
+  if platform.machine() != "x86_64" or not farm.root:
+    pytest.skip("numbers of x86-64; an ordinary user has one group only")
+  program = _CALLS % (302, seccomp._MACHINES["x86_64"][2])
+
+  async def test(sandbox):
+    await sandbox.upload({"/app/calls.py": program.encode()})
+    result = await sandbox.exec("python3 -I -S calls.py")
+    assert result.exit_code == 0, result.text
+    groups = await sandbox.exec("cat /proc/self/cgroup")
+    assert "t1jax" not in groups.text
+
+  in_sandbox(test)
+
+
+def test_the_filter_is_whole_on_every_machine_it_knows():
+  for machine in seccomp._MACHINES:
+    code = seccomp.program(machine)
+    steps = [
+      struct.unpack_from("HBBI", code, i) for i in range(0, len(code), 8)
+    ]
+    for index, (_, yes, no, _) in enumerate(steps):
+      assert index + 1 + max(yes, no) < len(steps) or steps[index][0] == 6
+  assert seccomp.program("pdp11") == b""
 
 
 def test_users_and_files_look_ordinary(in_sandbox, farm):
@@ -81,6 +148,60 @@ def test_working_directory_variables_and_functions_carry_over(in_sandbox):
     # Given for one call, they act as an export and a cd before it.
     fourth = await sandbox.exec("pwd; echo $D", cwd="/usr", env={"D": "a 'b"})
     assert fourth.text == "/usr\na 'b\n"
+
+  in_sandbox(test)
+
+
+@pytest.mark.parametrize(
+  "command",
+  [
+    "PWD=$(printf %0200000d 1)",
+    "unset PWD",
+    "mkdir $'/tmp/a\\nb\\n'; cd $'/tmp/a\\nb\\n'",
+    "mkdir /tmp/d; cd /tmp/d; rm -r /tmp/d",
+    "set -eu; false",
+    "exec 1>&- 2>&- 62>&-",
+    "head -c 3M /dev/zero >&62",
+    "printf 'x\\0y\\0z\\0' >&62",
+    "readonly PATH PWD HOME; export -n PATH",
+    "a-b.c() { echo odd; }; builtin() { :; }; trap() { :; }; unset() { :; }",
+    "export BASH_ENV=/x SHELLOPTS; set -n",
+    "export BIG=$(head -c 1000000 /dev/zero | tr '\\0' x)",
+    "export BIG=$(head -c 2000000 /dev/zero | tr '\\0' x)",
+    "trap 'sleep 100' EXIT",
+    "kill -9 $PPID; kill -9 -1; kill -STOP 1; kill -9 1",
+    "ulimit -n 0; ulimit -u 0; ulimit -f 0",
+  ],
+)
+def test_no_state_of_a_shell_makes_the_next_one_fail(in_sandbox, command):
+  async def test(sandbox):
+    started = time.monotonic()
+    await sandbox.exec(command, timeout_sec=1.0)
+    after = await sandbox.exec("echo $((40 + 2))", timeout_sec=5.0)
+    assert after.exit_code == 0 and after.text.endswith("42\n"), after
+    assert time.monotonic() - started < 10
+
+  in_sandbox(test)
+
+
+def test_a_lie_about_the_working_directory_is_not_believed(in_sandbox):
+  async def test(sandbox):
+    await sandbox.exec("mkdir /tmp/here; cd /tmp/here; PWD=/elsewhere")
+    return (await sandbox.exec("pwd")).text
+
+  assert in_sandbox(test) == "/tmp/here\n"
+
+
+def test_a_request_that_cannot_be_met_is_an_error_and_no_end(in_sandbox):
+  async def test(sandbox):
+    with pytest.raises(base.SandboxError, match="null"):
+      await sandbox.upload({"/app/a\0b": b""})
+    with pytest.raises(base.SandboxError, match="null"):
+      await sandbox.download("/a\0b")
+    await sandbox.configure("/app", {"A": "b\0c"})
+    assert (await sandbox.exec("true")).exit_code == 127
+    await sandbox.configure("/app", {"A": "b"})
+    assert (await sandbox.exec("echo $A")).text == "b\n"
 
   in_sandbox(test)
 
