@@ -298,6 +298,11 @@ class Init:
     if not self.counters["memory"]:
       size = self.limits["memory_mb"] << 20
       resource.setrlimit(resource.RLIMIT_DATA, (size, size))
+      # What is shared belongs to no process.
+      for name, most in (("shmall", size // 4096), ("msgmni", 64)):
+        with contextlib.suppress(OSError):
+          with open(f"/m/proc/sys/kernel/{name}", "w") as file:
+            file.write(str(most))
     if not self.counters["pids"]:
       count = self.limits["processes"] + 1  # init is of the same user
       resource.setrlimit(resource.RLIMIT_NPROC, (count, count))

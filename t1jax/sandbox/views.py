@@ -48,6 +48,9 @@ class Views:
     # Mounts that came from outside are locked in place; a bind of them can
     # be made the root.
     kernel.bind("/m", "/m", recursive=True)
+    # Its user owns some settings of its namespaces, limits among them.
+    kernel.bind("/m/proc/sys", "/m/proc/sys")
+    kernel.make_read_only("/m/proc/sys")
     kernel.enter_root("/m")
     self.files["agent"] = self._open("/proc")
     self.enter("init")

@@ -174,6 +174,37 @@ def test_a_broken_machine_is_a_failure_with_a_verdict(break_it, name):
     assert result.text.endswith("alive\n") or "cannot start" in result.text
 
 
+@pytest.mark.parametrize(
+  "command",
+  [
+    "true",
+    "mv /opt /var",
+    "mv /opt /var; ln -s /tmp /opt",
+    "mv /opt /var; mkfifo /opt",
+    "mv /opt /var; mkdir -p /opt/tools; echo forged > /opt/tools/one",
+    "echo forged > /opt/tools/one; rm -rf /opt; chmod 000 /opt",
+    "mkdir /opt/mine; echo mine > /opt/mine/x; rm /lib* /bin",
+  ],
+)
+def test_what_is_bound_is_bound_for_the_verifier_too(loop, tmp_path, command):
+  (tmp_path / "one").write_text("1\n")
+  task = make_task(
+    b"cp /opt/tools/one /logs/verifier/reward.txt; "
+    b"cat /opt/file; cat /opt/mine/x 2> /dev/null; true\n"
+  )
+  binds = {"/opt/tools": str(tmp_path), "/opt/file": str(tmp_path / "one")}
+
+  async def main():
+    async with Farm(max_sandboxes=1, binds=binds) as farm:
+      async with farm.sandbox() as sandbox:
+        await sandbox.exec(command)
+        return await verify(sandbox, task)
+
+  verdict = loop.run(main())
+  assert verdict.strict and verdict.reward_file == 1.0, verdict
+  assert verdict.output == b"1\n" + b"mine\n" * ("mine" in command)
+
+
 def test_a_task_done_before_the_machine_broke_is_done(break_it):
   verdict, after, _ = break_it(
     "echo 42 > answer; mv /opt /etc /srv; rm /bin /lib /lib64 /sbin"

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from t1jax.sandbox import base, cgroups, template
+from t1jax.sandbox import base, cgroups, local, template
 from t1jax.sandbox import farm as farm_lib
 from t1jax.sandbox.farm import Farm
 
@@ -97,6 +97,107 @@ def test_a_killed_zygote_ends_its_sandboxes_and_is_replaced():
         return (await sandbox.exec("echo back")).text
 
   assert asyncio.run(main()) == "back\n"
+
+
+def test_an_init_that_hangs_is_ended_by_the_farm(monkeypatch):
+  monkeypatch.setattr(local, "_LEAVE_SEC", 0.2)
+  monkeypatch.setattr(local, "_GRACE_SEC", 0.2)
+
+  async def main():
+    async with Farm(max_sandboxes=2) as farm:
+      async with farm.sandbox() as sandbox:
+        for pid in _children(farm._process.pid):
+          os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(base.SandboxDied, match="did not answer"):
+          await sandbox.exec("true", timeout_sec=0.1)
+      for pid in _children(farm._process.pid):  # those that waited for a user
+        os.kill(pid, signal.SIGCONT)
+      async with farm.sandbox() as sandbox:
+        return (await sandbox.exec("echo back")).text
+
+  started = time.monotonic()
+  assert asyncio.run(main()) == "back\n"
+  assert time.monotonic() - started < 20
+
+
+def test_every_call_in_flight_ends_when_the_zygote_is_killed():
+  async def main():
+    async with Farm(max_sandboxes=8) as farm:
+
+      async def one():
+        async with farm.sandbox() as sandbox:
+          up.append(sandbox)
+          await sandbox.exec("sleep 100", timeout_sec=100)
+
+      up = []
+      calls = [asyncio.create_task(one()) for _ in range(8)]
+      while len(up) < 8:
+        await asyncio.sleep(0.01)
+      farm._process.kill()
+      ends = await asyncio.wait_for(
+        asyncio.gather(*calls, return_exceptions=True), 20
+      )
+      assert all(isinstance(end, base.SandboxDied) for end in ends), ends
+      async with farm.sandbox() as sandbox:
+        return (await sandbox.exec("echo back")).text
+
+  assert asyncio.run(main()) == "back\n"
+
+
+def test_cancelled_anywhere_nothing_is_left():
+  async def episode(farm):
+    async with farm.sandbox() as sandbox:
+      await sandbox.exec("sleep 100 & echo hi")
+      await sandbox.upload({"/app/big": bytes(2_000_000)})
+      await sandbox.open_verifier()
+      await sandbox.close_verifier()
+
+  def held(farm):
+    pids = [os.getpid(), farm._process.pid]
+    files = [len(os.listdir(f"/proc/{pid}/fd")) for pid in pids]
+    mounts = [
+      len(pathlib.Path(f"/proc/{pid}/mountinfo").read_text().splitlines())
+      for pid in pids
+    ]
+    tasks, children = len(asyncio.all_tasks()), _children(pids[1])
+    return files, mounts, tasks, len(children), len(farm._gone)
+
+  async def main():
+    async with Farm(max_sandboxes=2) as farm:
+      await episode(farm)
+      before = held(farm)
+      for turns in range(0, 120, 3):  # of the event loop, then of the clock
+        task = asyncio.create_task(episode(farm))
+        for _ in range(min(turns, 60)):
+          await asyncio.sleep(0)
+        if turns > 60:
+          await asyncio.sleep((turns - 60) / 1000)
+        task.cancel()
+        if turns % 2:
+          await asyncio.sleep(0)
+          task.cancel()
+        await asyncio.wait([task], timeout=20)
+        assert task.done()
+      await episode(farm)  # what was cancelled last has left, too
+      give_up = time.monotonic() + 10
+      while held(farm) != before and time.monotonic() < give_up:
+        await asyncio.sleep(0.05)
+      return before, held(farm)
+
+  before, after = asyncio.run(main())
+  assert before == after
+
+
+def _children(parent):
+  found = []
+  for entry in pathlib.Path("/proc").iterdir():
+    try:
+      fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
+      if int(fields[1]) == parent:
+        found.append(int(entry.name))
+    except (OSError, ValueError, IndexError):
+      continue
+  return found
 
 
 def _processes_named(word):

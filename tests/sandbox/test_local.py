@@ -38,6 +38,7 @@ def test_nothing_of_the_host_is_visible(in_sandbox):
     "unshare --user --map-root-user true",
     "echo 1 > /proc/sys/vm/drop_caches",
     "echo x > /proc/sys/kernel/core_pattern",
+    "echo 1 > /proc/sys/kernel/shmall",
     "mknod /tmp/disk b 8 0",
     "date -s 2000-01-01",
     "ip link add dummy0 type dummy",
