@@ -175,7 +175,7 @@ ATTACKS = {
   "background writer": (
     "(while :; do mkdir -p /logs/verifier; cp /app/pass "
     "/logs/verifier/ctrf.json; echo 1 > /logs/verifier/reward.txt; "
-    "echo 42 > /app/answer; done) > /dev/null 2>&1 &"
+    "done) > /dev/null 2>&1 &"
   ),
   "background writer that left its session": (
     'setsid bash -c \'trap "" TERM HUP; while :; do for p in /proc/[0-9]*; do '
