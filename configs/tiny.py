@@ -70,7 +70,7 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
     ),
     warm_up=dict(episodes=416, evaluation=104),
     rl=dict(
-      iterations=30,
+      iterations=40,
       episodes=208,
       keep=208,  # episodes enough for an update; the surplus is aborted
       reward="spr",
@@ -87,8 +87,10 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
       tis_cap=2.0,
       whiten=True,
       replay=True,
-      actor=dict(learning_rate=2e-4, warmup_steps=4, b2=0.95),
-      critic=dict(learning_rate=1e-3, warmup_steps=4, b2=0.95),
+      actor=dict(
+        learning_rate=1.5e-4, warmup_steps=4, decay_steps=160, b2=0.99
+      ),
+      critic=dict(learning_rate=7.5e-4, warmup_steps=4, b2=0.99),
       actor_minibatches=4,
       critic_minibatches=4,
       warmup_minibatches=26,
