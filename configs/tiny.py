@@ -66,7 +66,7 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
       max_epochs=60,
       patience=3,  # epochs without a better validation loss
       tolerance=0.01,  # relative; less is not better
-      optimizer=dict(learning_rate=1e-3, warmup_steps=20, b2=0.98),
+      optimizer=dict(learning_rate=3e-4, warmup_steps=20, b2=0.98),
     ),
     warm_up=dict(episodes=416, evaluation=104),
     rl=dict(
