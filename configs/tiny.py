@@ -126,4 +126,8 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
     config.sft.max_epochs = 2
     config.warm_up.update(episodes=13, evaluation=13)
     config.rl.update(iterations=1, episodes=13, keep=13)
+    # One shape of each program: compiling is most of so short a run.
+    config.sampler.update(
+      num_slots=16, decode_rows=(16,), prefill_buckets=(64,), columns=(256,)
+    )
   return config
