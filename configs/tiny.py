@@ -3,11 +3,14 @@
   bash launch/local.sh
   python -m t1jax.train --config=configs/tiny.py --workdir=runs/tiny
 
-Hardware: 2 CPU cores, 4 GiB of memory.
+Hardware: 2 CPU cores, 4 GiB of memory; 29 minutes when the cores were shared.
+Strict success of the last run (seed 0, 260 held-out tasks): base 0.0 %, warm
+start 51.5 %, PPO 68.5 %, control 72.3 %.
 
 Arguments (`configs/tiny.py:ARGUMENT`):
   smoke     everything once, in about a minute; learns nothing
-  pretrain  makes the base checkpoint that the package ships
+  pretrain  makes the base checkpoint that the package ships (25 minutes; its
+            own strict success is 0.0 %)
 """
 
 from ml_collections import config_dict
