@@ -19,6 +19,7 @@ REQUIRED = [
   "jax>=0.10.2,<0.13",
   "matplotlib>=3.9,<4",
   "ml-collections>=1.1,<2",
+  "msgpack>=1.1,<2",
   "numpy>=2.0,<3",
   "optax>=0.2.6,<0.3",
   "orbax-checkpoint>=0.11.30,<0.13",

@@ -214,7 +214,7 @@ def judge(
   *,
   seed: int,
   on_done: Callable[[Trajectory], None] = lambda trajectory: None,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], list[Trajectory]]:
   """Plays every task once.
 
   Infra failures are played again, so that every policy is judged on the same
@@ -222,26 +222,28 @@ def judge(
 
   Returns:
     `strict_success`, `interval` (95 %, Wilson), `n_heldout`, `successes`,
-    `infra_failures`, and `by_family` (family -> success rate).
+    `infra_failures`, and `by_family` (family -> success rate); and the last
+    try at each task, in the order of `held`.
   """
   # Its own stream: no training episode has a negative step.
   pending = [
     Attempt(t, 0, (seed, -1 % 2**32, i, 0)) for i, t in enumerate(held)
   ]
-  verdicts: dict[str, list[bool]] = {}
+  last: dict[tuple[int, ...], Trajectory] = {}
   for _ in range(3):
     played = arena.play(params, 0, pending, on_done=on_done)
-    again = []
-    for attempt, trajectory in zip(pending, played, strict=True):
-      if trajectory.outcome.status == "infra_failure":
-        again.append(attempt)
-      else:
-        verdicts.setdefault(trajectory.family, []).append(
-          trajectory.outcome.success
-        )
-    pending = again
+    last |= {a.seed: t for a, t in zip(pending, played, strict=True)}
+    pending = [
+      a for a in pending if last[a.seed].outcome.status == "infra_failure"
+    ]
     if not pending:
       break
+  verdicts: dict[str, list[bool]] = {}
+  for trajectory in last.values():
+    if trajectory.outcome.status != "infra_failure":
+      verdicts.setdefault(trajectory.family, []).append(
+        trajectory.outcome.success
+      )
   results = [ok for oks in verdicts.values() for ok in oks]
   return {
     "strict_success": sum(results) / max(1, len(results)),
@@ -250,7 +252,7 @@ def judge(
     "successes": sum(results),
     "infra_failures": len(pending),
     "by_family": {f: sum(v) / len(v) for f, v in sorted(verdicts.items())},
-  }
+  }, list(last.values())
 
 
 def main(argv: Sequence[str]) -> None:
@@ -278,7 +280,7 @@ def main(argv: Sequence[str]) -> None:
   with Arena(call.config, setting) as arena, LiveProgress() as progress:
     progress.phase("evaluate", total=len(held))
     done: list[Trajectory] = []
-    result = judge(
+    result, _ = judge(
       arena,
       params,
       held,

@@ -1,8 +1,10 @@
 """What a run records: metrics.jsonl, TensorBoard, summary.json, the screen.
 
 metrics.jsonl has one JSON object per line: `step`, `phase`, `time` (seconds
-since 1970), and the numbers. It may end in half a line after a crash; opening
-it again trims that, and drops what lies past the step that the run resumes at.
+since 1970), `wall_seconds` (that the run has worked; stops, and what was done
+again after them, left out), and the numbers. It may end in half a line after a
+crash; opening it again trims that, and drops what lies past the step that the
+run resumes at.
 """
 
 import json
@@ -72,6 +74,8 @@ class MetricsWriter:
     kept = [] if resume_step is None else read_metrics(workdir)
     kept = [r for r in kept if r["step"] <= resume_step]
     self._lines = [_line(r) for r in kept]
+    self._before = kept[-1].get("wall_seconds", 0.0) if kept else 0.0
+    self._started = time.monotonic()
     self._rewrite()
     self._appends = "://" not in str(self._path)
     self._events = tensorboardX.SummaryWriter(
@@ -95,7 +99,12 @@ class MetricsWriter:
       values: name -> number (Python, NumPy or JAX scalar). One that is not
         finite is written as null: JSON has no word for it.
     """
-    record = {"step": int(step), "phase": phase, "time": round(time.time(), 3)}
+    record = {
+      "step": int(step),
+      "phase": phase,
+      "time": round(time.time(), 3),
+      "wall_seconds": round(self.wall_seconds, 3),
+    }
     if clash := record.keys() & values.keys():
       raise ValueError(f"metric names {sorted(clash)} are taken; rename them")
     numbers = {name: _number(name, value) for name, value in values.items()}
@@ -110,6 +119,11 @@ class MetricsWriter:
     for name, value in numbers.items():
       if value is not None:
         self._events.add_scalar(f"{phase}/{name}", value, step)
+
+  @property
+  def wall_seconds(self) -> float:
+    """Seconds that the run has worked, over all resumes."""
+    return self._before + time.monotonic() - self._started
 
   def close(self) -> None:
     if not self._appends:

@@ -1,7 +1,8 @@
 """The stages of a run: each starts where it was stopped and ends in a policy.
 
 A stage saves what its next step depends on in `checkpoints/STAGE` and leaves
-its final policy in `policies/STAGE`; a finished stage is read back.
+its final policy in `policies/STAGE`; a finished stage is read back. Every batch
+of episodes lies in `trajectories/`; one that is played again replaces its file.
 """
 
 import dataclasses
@@ -33,6 +34,7 @@ from t1jax.rl import batching, learner, supervised
 from t1jax.rl.agreement import agreement
 from t1jax.rl.critic import init_from_actor
 from t1jax.rl.settings import OptimizerConfig, RLConfig
+from t1jax.rollout import storage
 from t1jax.rollout.collect import Attempt
 from t1jax.rollout.trajectory import Demonstration, Trajectory
 from t1jax.tasks import datasets
@@ -137,8 +139,8 @@ def reinforce(run: Run, sft: Any, data: epath.Path) -> tuple[Any, dict]:
     run.progress.phase("ppo", total=config.rl.iterations)
     for iteration in range(host["iteration"] + 1, config.rl.iterations + 1):
       clock = time.monotonic()
-      played = rollout(run, state.actor, int(state.weight_version), stream,
-                       step=iteration, episodes=config.rl.episodes,
+      played = rollout(run, name, state.actor, int(state.weight_version),
+                       stream, step=iteration, episodes=config.rl.episodes,
                        keep=config.rl.keep)  # fmt: skip
       rollout_seconds = time.monotonic() - clock
       state, numbers = learner.ppo_update(state, played, cfg, run.rl)
@@ -199,7 +201,7 @@ def warm_up(
   sizes = run.config.warm_up
   total = sizes.episodes + sizes.evaluation
   run.progress.phase("warm-up", total=2)
-  played = rollout(run, state.actor, 0, stream, step=0, episodes=total)
+  played = rollout(run, "rl", state.actor, 0, stream, step=0, episodes=total)
   run.progress.update(1)
   state, numbers = learner.warm_up_critic(
     state,
@@ -236,12 +238,12 @@ def imitate_successes(run: Run, sft: Any, data: epath.Path) -> tuple[Any, dict]:
       stream.cursor = host["cursor"]
     else:  # the episodes that PPO spends on warming up its critic
       sizes = config.warm_up
-      played = rollout(run, state.params, 0, stream, step=0,
+      played = rollout(run, name, state.params, 0, stream, step=0,
                        episodes=sizes.episodes + sizes.evaluation)  # fmt: skip
       state, _ = imitate_batch(run, state, played, optimizer, 0)
     for iteration in range(host["iteration"] + 1, config.rl.iterations + 1):
-      played = rollout(run, state.params, iteration, stream, step=iteration,
-                       episodes=config.rl.episodes)  # fmt: skip
+      played = rollout(run, name, state.params, iteration, stream,
+                       step=iteration, episodes=config.rl.episodes)  # fmt: skip
       state, numbers = imitate_batch(run, state, played, optimizer, iteration)
       run.metrics.write(first + iteration, name, numbers)
       run.progress.update(iteration, **numbers)
@@ -300,7 +302,10 @@ def evaluate_stage(run: Run, stage: str, params: Any) -> dict[str, Any]:
     done.append(trajectory.outcome.success)
     run.progress.update(len(done), success=sum(done) / len(done))
 
-  result = judge(run.arena, params, held, seed=run.config.seed, on_done=show)
+  result, played = judge(
+    run.arena, params, held, seed=run.config.seed, on_done=show
+  )
+  keep_scored(run, f"evaluation-{stage}", played)
   step = first_step(run.config, f"evaluate {stage}")
   run.metrics.write(
     step, "evaluation", {f"success_{stage}": result["strict_success"]}
@@ -312,6 +317,7 @@ def evaluate_stage(run: Run, stage: str, params: Any) -> dict[str, Any]:
 
 def rollout(
   run: Run,
+  stage: str,
   params: Any,
   version: int,
   stream: TaskStream,
@@ -320,7 +326,7 @@ def rollout(
   episodes: int,
   keep: int | None = None,
 ) -> list[Trajectory]:
-  """Plays the next `episodes` training tasks and scores them."""
+  """Plays the next `episodes` training tasks, scores and records them."""
   attempts = [
     Attempt(task, 0, (run.config.seed, step, number, 0))
     for number, task in enumerate(stream.take(episodes))
@@ -337,7 +343,14 @@ def rollout(
       f"{len(broken)} of {len(played)} episodes failed outside the agent's "
       f"reach; the first says: {broken[0].outcome.error}"
     )
-  return [
+  return keep_scored(run, f"{stage}-{step:05d}", played)
+
+
+def keep_scored(
+  run: Run, name: str, played: Sequence[Trajectory]
+) -> list[Trajectory]:
+  """Scores a batch of episodes and writes it to the run's trajectories."""
+  scored = [
     dataclasses.replace(
       t,
       outcome=schemes.score(
@@ -350,6 +363,9 @@ def rollout(
     )
     for t in played
   ]
+  directory = run.workdir / "trajectories"
+  storage.write(directory / f"{name}.array_record", scored)
+  return scored
 
 
 def episode_seconds(played: Sequence[Trajectory]) -> dict[str, float]:

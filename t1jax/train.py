@@ -3,14 +3,14 @@
   python -m t1jax.train --config=configs/tiny.py --workdir=runs/tiny
 
 The run directory holds config.json, metrics.jsonl, TensorBoard events, the
-data, checkpoints, the policy of each stage and summary.json. The same command
-on the same directory goes on where the run was stopped; a finished run is left
-alone. Any field can be set: --config.rl.iterations=5.
+data, checkpoints, the trajectories of every rollout and evaluation, the policy
+of each stage and summary.json. The same command on the same directory goes on
+where the run was stopped; a finished run is left alone. Any field can be set:
+--config.rl.iterations=5.
 """
 
 import json
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> None:
 
 def train(run: Run) -> dict[str, Any]:
   """Base → supervised warm start → critic warm-up → PPO → evaluation."""
-  config, started = run.config, time.monotonic()
+  config = run.config
 
   # ---- data: demonstrations, training tasks, held-out tasks
   data = corpus.build(run.workdir, config, run.setting, run.arena, run.progress)
@@ -124,13 +124,13 @@ def train(run: Run) -> dict[str, Any]:
       (success["rl"] - success["sft"]) / whole if whole > 0 else 0.0
     ),
     **rl_facts,
-    "wall_seconds": time.monotonic() - started,
+    "wall_seconds": run.metrics.wall_seconds,
   }
 
 
 def pretrain(run: Run) -> dict[str, Any]:
   """Makes a base model: shell sessions of other seeds, without their tasks."""
-  config, chat, started = run.config, run.setting.chat, time.monotonic()
+  config, chat = run.config, run.setting.chat
   pre = config.pretrain
 
   def convert(example, rng):
@@ -161,7 +161,7 @@ def pretrain(run: Run) -> dict[str, Any]:
     "model": config.model.to_dict(),
     "vocab_size": run.setting.model.vocab_size,
     "strict_success": result["strict_success"],
-    "hours": (time.monotonic() - started) / 3600,
+    "hours": run.metrics.wall_seconds / 3600,
   }
   out = run.workdir / "base"
   size = export_base(params, card, out)

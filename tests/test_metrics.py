@@ -27,6 +27,7 @@ def test_records_come_back(tmp_path):
     "step": 1,
     "phase": "sft",
     "time": pytest.approx(first["time"]),
+    "wall_seconds": pytest.approx(first["wall_seconds"]),
     "loss": 0.5,
     "tokens": 10,
   }
@@ -48,6 +49,23 @@ def test_resuming_trims_half_a_line_and_later_steps(tmp_path):
   assert steps(tmp_path) == [0, 1, 2, 3]
   with MetricsWriter(tmp_path):
     assert steps(tmp_path) == []
+
+
+def test_wall_seconds_go_on_over_resumes(tmp_path, monkeypatch):
+  now = 100.0
+  monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
+  with MetricsWriter(tmp_path) as writer:
+    now += 5
+    writer.write(1, "rl", {})
+    now += 7
+    writer.write(2, "rl", {})
+  now += 1000  # stopped; step 2 is done again
+  with MetricsWriter(tmp_path, resume_step=1) as writer:
+    now += 2
+    writer.write(2, "rl", {})
+    assert writer.wall_seconds == 7
+  seconds = [r["wall_seconds"] for r in metrics.read_metrics(tmp_path)]
+  assert seconds == [5, 7]
 
 
 @pytest.mark.parametrize("cut", range(0, 70, 7))

@@ -50,6 +50,15 @@ _FOREVER = 1_000_000
 _TEXTS = ("name", "family", "domain", "split", "instruction")
 
 
+class _LocalInfo(tfds.core.DatasetInfo):
+  """Facts that stand in the dataset's own directory alone."""
+
+  def initialize_from_bucket(self) -> None:
+    # TFDS would ask its public bucket, which cannot know this dataset, and
+    # leave a temporary directory behind.
+    pass
+
+
 class TerminalTasks(tfds.core.GeneratorBasedBuilder):
   """The TFDS builder; its splits and examples are handed in."""
 
@@ -68,7 +77,7 @@ class TerminalTasks(tfds.core.GeneratorBasedBuilder):
       "observation": any_bytes,
       "exit_code": tfds.features.Scalar(np.int32),
     }
-    return tfds.core.DatasetInfo(
+    return _LocalInfo(
       builder=self,
       description="Terminal tasks with the oracle's runs of them.",
       features=tfds.features.FeaturesDict(

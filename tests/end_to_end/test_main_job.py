@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from t1jax.rewards.schemes import SCHEMES
+from t1jax.rollout import storage
 from t1jax.tasks.families import FAMILIES
 from t1jax.tasks.families.base import make_task
 from t1jax.tasks.task import write_task
@@ -76,20 +78,47 @@ def test_the_job_runs_whole_and_says_what_it_found(finished):
   assert ppo["infra_failures"] == 0 and ppo["fallback_fraction"] == 0
 
 
+def test_every_episode_is_recorded(finished):
+  stages = ("base", "sft", "rl", "control")
+  episodes = {  # of each file
+    "rl-00000": 26,  # critic warm-up
+    "rl-00001": 13,
+    "control-00000": 26,
+    "control-00001": 13,
+    **{f"evaluation-{stage}": 2 for stage in stages},
+  }
+  files = {p.stem: p for p in (finished / "trajectories").iterdir()}
+  assert files.keys() == episodes.keys()
+  for name, file in files.items():
+    played = list(storage.read(file))
+    assert len(played) == episodes[name], name
+    for trajectory in played:
+      assert trajectory.loss_mask.any() and trajectory.outcome.assertions
+      assert trajectory.outcome.reward_parts.keys() == set(SCHEMES)
+      version = 1 if name == "control-00001" else 0
+      assert set(trajectory.weight_version) == {version}
+
+
+def times(directory):
+  return {p: p.stat().st_mtime_ns for p in directory.rglob("*")}
+
+
 def test_a_finished_run_is_left_alone(finished):
-  before = {p: p.stat().st_mtime_ns for p in finished.rglob("*")}
+  before = times(finished)
   again = program("train", *SMALL, f"--workdir={finished}")
   assert again.returncode == 0 and "is finished" in again.stdout
-  assert {p: p.stat().st_mtime_ns for p in finished.rglob("*")} == before
+  assert times(finished) == before
 
 
 def test_evaluate_repeats_the_figure_of_the_summary(finished):
+  before = times(finished)
   done = program("evaluate", f"--workdir={finished}", "--stage=sft")
   assert done.returncode == 0, done.stderr
   result = json.loads(done.stdout.splitlines()[-1])
   summary = json.loads((finished / "summary.json").read_text())
   assert result["strict_success"] == summary["strict_success"]["sft"]
   assert result["n_heldout"] == summary["n_heldout"]
+  assert times(finished) == before
 
 
 def broken_directory(tmp_path, kind):

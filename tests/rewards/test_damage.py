@@ -1,6 +1,5 @@
 """An agent that breaks its machine has failed; it is never our failure."""
 
-import asyncio
 import time
 
 import pytest
@@ -41,38 +40,20 @@ def make_task(test_sh, **fields):
 TASK = make_task(b"exec python3 -I -S /tests/verify.py\n")
 
 
-@pytest.fixture(scope="module")
-def loop():
-  with asyncio.Runner() as runner:
-    yield runner
-
-
-@pytest.fixture(scope="module")
-def farm(loop):
-  farm = Farm()
-  try:
-    loop.run(farm.__aenter__())
-  except base.SandboxUnavailable as error:
-    pytest.skip(str(error))
-  yield farm
-  loop.run(farm.close())
-
-
 @pytest.fixture
-def break_it(loop, farm):
+def break_it(in_sandbox):
   """Runs a command as the agent, a look at the rest, then the verifier."""
 
   def run(command, task=TASK, limits=None):
-    async def whole():
-      async with farm.sandbox(limits) as sandbox:
-        await sandbox.upload({"/app/given": b"given\n"})
-        await sandbox.exec(command, timeout_sec=10)
-        after = await sandbox.exec("echo alive", timeout_sec=5)
-        verdict = await verify(sandbox, task)
-        again = await sandbox.exec("echo alive", timeout_sec=5)
-        return verdict, after, again
+    async def whole(sandbox):
+      await sandbox.upload({"/app/given": b"given\n"})
+      await sandbox.exec(command, timeout_sec=10)
+      after = await sandbox.exec("echo alive", timeout_sec=5)
+      verdict = await verify(sandbox, task)
+      again = await sandbox.exec("echo alive", timeout_sec=5)
+      return verdict, after, again
 
-    return loop.run(asyncio.wait_for(whole(), 60))
+    return in_sandbox(whole, limits)
 
   return run
 

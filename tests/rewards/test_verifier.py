@@ -1,14 +1,11 @@
 """What an agent prepares must not count; what a verifier says must be read."""
 
-import asyncio
 import json
 
 import pytest
 
 from t1jax.rewards import verifier
 from t1jax.rewards.verifier import Assertion, read_pytest, verify
-from t1jax.sandbox import base
-from t1jax.sandbox.farm import Farm
 from t1jax.tasks.task import Task, TaskConfig
 
 VERIFY = b"""
@@ -45,36 +42,18 @@ def make_task(test_sh=b"exec python3 -I -S /tests/verify.py\n", **fields):
 TASK = make_task()
 
 
-@pytest.fixture(scope="module")
-def loop():
-  with asyncio.Runner() as runner:
-    yield runner
-
-
-@pytest.fixture(scope="module")
-def farm(loop):
-  farm = Farm()
-  try:
-    loop.run(farm.__aenter__())
-  except base.SandboxUnavailable as error:
-    pytest.skip(str(error))
-  yield farm
-  loop.run(farm.close())
-
-
 @pytest.fixture
-def judge(loop, farm):
+def judge(in_sandbox):
   """Runs commands as the agent, then the verifier of a task."""
 
   def run(*commands, task=TASK, files=(), **options):
-    async def whole():
-      async with farm.sandbox() as sandbox:
-        await sandbox.upload({"/app/given": b"given\n", **dict(files)})
-        for command in commands:
-          await sandbox.exec(command, timeout_sec=5)
-        return await verify(sandbox, task, **options)
+    async def whole(sandbox):
+      await sandbox.upload({"/app/given": b"given\n", **dict(files)})
+      for command in commands:
+        await sandbox.exec(command, timeout_sec=5)
+      return await verify(sandbox, task, **options)
 
-    return loop.run(asyncio.wait_for(whole(), 60))
+    return in_sandbox(whole)
 
   return run
 

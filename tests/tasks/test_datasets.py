@@ -175,3 +175,16 @@ def test_an_interrupted_reader_goes_on_as_if_it_never_was(directory):
     second.set_state(cursor)
     seen += [names(next(second)) for _ in range(20 - stop)]
     assert seen == uninterrupted
+
+
+def test_building_leaves_nothing_elsewhere(tmp_path, monkeypatch):
+  elsewhere = tmp_path / "temporary"
+  elsewhere.mkdir()
+  monkeypatch.setattr("tempfile.tempdir", str(elsewhere))
+  built = datasets.build(
+    tmp_path / "data",
+    fingerprint="a",
+    examples={"train": lambda: [example(0)]},
+  )
+  assert len(datasets.load(built, "train")) == 1
+  assert not list(elsewhere.iterdir())
