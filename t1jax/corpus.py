@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ from t1jax.tasks.task import Task, from_bytes, to_bytes
 
 # Splits that the tasks of config.data.directories join.
 _WITH_DIRECTORIES = ("demonstrations", "train")
+# A name or number of the tasks in a command, and a file's suffix.
+_TYPED = re.compile(rf"\b({'|'.join((*WORDS, *NUMBERS))})\b(\.[a-z]+)?")
 # Split of the dataset -> (split of the task generator, its task numbers).
 Plan = Mapping[str, tuple[str, Sequence[int]]]
 
@@ -165,8 +168,19 @@ class TaskStream:
 def shown_names(
   example: datasets.Example, rng: np.random.Generator, others: int
 ) -> list[str]:
-  """Names and numbers that a session types, and some that it does not."""
-  typed = "\n".join(turn["command"] for turn in example["turns"])
-  used = [name for name in (*WORDS, *NUMBERS) if name in typed]
-  extra = [WORDS[i] for i in rng.permutation(len(WORDS))[:others]]
-  return list(dict.fromkeys(used + extra))
+  """What a session types before it was printed, and words it never types.
+
+  A file keeps its suffix ("amber.csv"), as an instruction would name it. A
+  name that an output showed first is left out: a base model that found it
+  among the hints would never learn to copy it from the output.
+  """
+  used: dict[str, None] = {}
+  read = ""
+  for turn in example["turns"]:
+    for name, suffix in _TYPED.findall(turn["command"]):
+      if name not in read:
+        used[name + suffix] = None
+    read += turn["command"] + turn["observation"].decode(errors="replace")
+  unused = [w for w in WORDS if w not in read]
+  extra = [unused[i] for i in rng.permutation(len(unused))[:others]]
+  return [*used, *extra]

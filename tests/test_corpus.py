@@ -69,10 +69,20 @@ def test_the_tokenizer_is_made_of_the_pretraining_split_alone(tiny):
     assert len(one.encode(name)) == 1
 
 
-def test_hints_hold_what_a_session_types_and_more():
-  example = {"turns": [{"command": "grep amber x.txt"}, {"command": "echo 47"}]}
-  shown = corpus.shown_names(example, np.random.default_rng(0), 3)
-  assert {"amber", "47"} <= set(shown) and len(shown) >= 4
+def test_hints_are_what_no_output_showed_before_it_was_typed():
+  turns = (
+    ("grep amber basil.csv", b"amber,cedar.txt\n"),
+    ("cp cedar.txt delta.txt", b""),
+    ("sed -i s/amber/47/ basil.csv", b""),
+    ("sed -i 5d delta.txt", b""),
+  )
+  example = {"turns": [{"command": c, "observation": o} for c, o in turns]}
+  rng = np.random.default_rng(0)
+  shown = corpus.shown_names(example, rng, 3)
+  assert shown[:4] == ["amber", "basil.csv", "delta.txt", "47"]
+  assert len(shown) == 7
+  # The others are in no command and no output.
+  assert not {"amber", "basil", "cedar", "delta"} & set(shown[4:])
 
 
 def test_drills_are_no_task_family():

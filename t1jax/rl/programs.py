@@ -18,6 +18,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
+from optax import contrib
 
 from t1jax.models import heads, transformer
 from t1jax.models.config import ModelConfig
@@ -257,7 +258,7 @@ def zero_gradient(params: dict) -> dict:
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-  """Clip by global norm, then AdamW."""
+  """Clip by global norm, then AdamW or Muon."""
   parts = []
   if config.warmup_steps:
     # Starts at one step's worth: the first update is not lost.
@@ -280,17 +281,48 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     if len(parts) > 1
     else parts[0]
   )
-  return optax.chain(
-    optax.clip_by_global_norm(config.max_grad_norm),
-    optax.adamw(
+  if config.algorithm == "muon":
+    algorithm = contrib.muon(
+      schedule,
+      adam_b1=config.b1,
+      adam_b2=config.b2,
+      eps=config.eps,
+      weight_decay=config.weight_decay,
+      muon_weight_dimension_numbers=_muon_axes,
+      consistent_rms=0.2,
+    )
+  else:
+    algorithm = optax.adamw(
       schedule,
       b1=config.b1,
       b2=config.b2,
       eps=config.eps,
       weight_decay=config.weight_decay,
       mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
-    ),
-  )
+    )
+  return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), algorithm)
+
+
+# (input axes, output axes) of the matrices that Muon moves; experts are
+# matrices of their own.
+_MUON_AXES = {
+  "q": (0, (1, 2)),
+  "k": (0, (1, 2)),
+  "v": (0, (1, 2)),
+  "o": ((0, 1), 2),
+  "gate": (-2, -1),
+  "up": (-2, -1),
+  "down": (-2, -1),
+}
+
+
+def _muon_axes(params):
+  def of(path, leaf):
+    del leaf
+    axes = _MUON_AXES.get(getattr(path[-1], "key", None))
+    return axes and contrib.MuonDimensionNumbers(*axes)
+
+  return jax.tree_util.tree_map_with_path(of, params)
 
 
 @functools.partial(jax.jit, static_argnames=("config",))

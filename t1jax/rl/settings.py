@@ -5,6 +5,7 @@ import difflib
 import typing
 from collections.abc import Mapping
 
+ALGORITHMS = ("adamw", "muon")
 ADVANTAGES = ("tb_gae", "token_clock_actions", "token_clock_all")
 
 
@@ -48,21 +49,34 @@ def _require(config, name, holds, expected):
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-  """AdamW with linear warm-up, global-norm clipping, optional cosine decay."""
+  """AdamW or Muon with global-norm clipping, warm-up, optional cosine decay.
+
+  Muon (Jordan et al. 2024) orthogonalises the updates of the matrices between
+  layers, scaled to the size of Adam's (Moonlight, arXiv 2502.16982), so that
+  one learning rate serves both; embeddings, heads, routers and norms stay
+  with Adam.
+  """
 
   learning_rate: float = 1e-6
+  algorithm: str = "adamw"  # or "muon"
   warmup_steps: int = 0
   decay_steps: int = 0  # cosine after the warm-up, in steps; 0: constant
   final_fraction: float = 0.1  # of the learning rate, where the decay ends
   b1: float = 0.9
   b2: float = 0.95
   eps: float = 1e-8
-  weight_decay: float = 0.0  # on matrices alone
+  weight_decay: float = 0.0  # on matrices alone; Muon: on those it moves
   max_grad_norm: float = 1.0
 
   def __post_init__(self):
     _check_types(self)
     _require(self, "learning_rate", self.learning_rate > 0, "> 0")
+    _require(
+      self,
+      "algorithm",
+      self.algorithm in ALGORITHMS,
+      f"one of {', '.join(ALGORITHMS)}",
+    )
     _require(self, "max_grad_norm", self.max_grad_norm > 0, "> 0")
     _require(self, "warmup_steps", self.warmup_steps >= 0, ">= 0")
     _require(self, "decay_steps", self.decay_steps >= 0, ">= 0")

@@ -257,3 +257,41 @@ def test_warm_up_and_decay_of_the_learning_rate():
   steps = np.diff(path)
   # Adam with no memory moves by the learning rate itself.
   np.testing.assert_allclose(steps, [0.5, 0.75, 1.0, 0.75, 0.5], atol=1e-6)
+
+
+def test_muon_moves_each_matrix_alike_in_all_directions(cfg, draw_actor):
+  config = OptimizerConfig(algorithm="muon", learning_rate=1e-2, b1=0.0, b2=0.0)
+  params = draw_actor(0)
+  before = jax.tree.map(np.asarray, params)
+  rng = np.random.default_rng(0)
+  gradient = jax.tree.map(
+    lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32), params
+  )
+  # An expert whose gradient is a thousand times smaller moves as far.
+  experts = gradient["layers"][1]["moe"]["up"].at[0].multiply(1e-3)
+  gradient["layers"][1]["moe"]["up"] = experts
+  after, _, _ = programs.apply_update(
+    params,
+    programs.init_optimizer(params, config=config),
+    gradient,
+    config=config,
+  )
+  moved = jax.tree.map(lambda a, b: np.asarray(a) - b, after, before)
+  layer = moved["layers"][1]
+  d = cfg.d_model
+  matrices = [
+    *layer["moe"]["up"],
+    *layer["moe"]["down"],
+    layer["attn"]["q"].reshape(d, -1),
+    layer["attn"]["o"].reshape(-1, d),
+    moved["layers"][0]["mlp"]["gate"],
+  ]
+  for matrix in matrices:
+    # Moonlight's scale: 0.2 sqrt(max(in, out)) times an orthogonal matrix;
+    # five Newton-Schulz steps leave singular values between 0.6 and 1.3.
+    scale = 1e-2 * 0.2 * max(matrix.shape) ** 0.5
+    values = np.linalg.svd(matrix, compute_uv=False) / scale
+    assert values.min() > 0.5 and values.max() < 1.3, values
+  # What is no matrix between layers moves as Adam moves it.
+  for leaf in (moved["embed"], layer["moe"]["router"], layer["attn_norm"]):
+    np.testing.assert_allclose(np.abs(leaf), 1e-2, rtol=1e-3)
