@@ -285,7 +285,9 @@ def export_base(
   *,
   dtype: Any = jnp.bfloat16,
 ) -> int:
-  """Writes parameters for shipping: params.msgpack and base.json.
+  """Writes parameters for shipping: params.msgpack, and last base.json.
+
+  Each file appears whole or not at all: where base.json is, all is.
 
   Args:
     params: pytree of arrays; floating ones are rounded to `dtype`.
@@ -308,9 +310,19 @@ def export_base(
     "bytes": len(data),
     "sha256": hashlib.sha256(data).hexdigest(),
   }
-  (directory / _BASE_PARAMS).write_bytes(data)
-  (directory / _BASE_CARD).write_text(json.dumps(record, indent=2) + "\n")
+  for name, content in (
+    (_BASE_PARAMS, data),
+    (_BASE_CARD, json.dumps(record, indent=2).encode() + b"\n"),
+  ):
+    partial = directory / f".{name}.partial"
+    partial.write_bytes(content)
+    partial.replace(directory / name)
   return len(data)
+
+
+def has_base(directory: epath.PathLike) -> bool:
+  """Whether `export_base` came to its end there."""
+  return (epath.Path(directory) / _BASE_CARD).exists()
 
 
 def load_base(

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import difflib
 import errno
+import fcntl
 import importlib.util
 import inspect
 import json
@@ -27,7 +28,14 @@ from ml_collections import config_dict, config_flags
 CONFIG_FILE = "config.json"
 # A directory with one of these holds a run, whether or not it says which.
 _RUN_FILES = ("checkpoints", "metrics.jsonl", "summary.json")
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+# What the user can do where the disk refuses.
+_DISK_ADVICE = {
+  errno.ENOSPC: "free some space, then run the same command",
+  errno.EDQUOT: "free some space, then run the same command",
+  errno.EROFS: "choose a --workdir that is not mounted read-only",
+  errno.EACCES: "run as the owner of it, or choose another --workdir",
+  errno.EPERM: "run as the owner of it, or choose another --workdir",
+}
 
 
 class UserError(ValueError):
@@ -66,9 +74,9 @@ def run_program(
   Args:
     main: the program; returns None or an exit code.
     expected: exceptions of other rooms that speak to the user, e.g. TaskError.
-      They, UserError and a full or read-only disk become one line on stderr and
-      exit code 2. Every other exception is a fault of ours: it keeps its
-      traceback.
+      They, UserError and a disk that is full or refuses become one line on
+      stderr and exit code 2. Every other exception is a fault of ours: it
+      keeps its traceback.
     argv: the command line, program name first; default sys.argv.
   """
   argv = sys.argv if argv is None else argv
@@ -80,10 +88,10 @@ def run_program(
   except (UserError, *expected) as error:
     line, code = str(error), 2
   except OSError as error:
-    if error.errno not in _NO_ROOM:
+    if error.errno not in _DISK_ADVICE:
       raise
-    line = f"cannot write {error.filename or 'the run'}: {error.strerror}"
-    line += "; free some space or choose another --workdir"
+    line = f"cannot write {error.filename or 'the run'}: {error.strerror}; "
+    line += _DISK_ADVICE[error.errno]
     code = 2
   print(f"error: {' '.join(line.split())}", file=sys.stderr, flush=True)
   return code
@@ -383,6 +391,32 @@ def claim_workdir(
       "another --workdir"
     ) from error
   return workdir
+
+
+@contextlib.contextmanager
+def hold_workdir(workdir: epath.Path) -> Iterator[None]:
+  """Keeps other processes out of a claimed run directory (local disks only).
+
+  Raises:
+    UserError: another process works in it; the message says which.
+  """
+  if "://" in str(workdir):
+    yield
+    return
+  # The file stays: were it deleted, two could hold two files of one name.
+  with open(workdir / ".lock", "a+") as file:
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+      file.seek(0)
+      raise UserError(
+        f"workdir {workdir} is in use by process {file.read().strip() or '?'}; "
+        "wait for it, stop it, or choose another --workdir"
+      ) from error
+    file.truncate(0)
+    file.write(f"{os.getpid()}\n")
+    file.flush()
+    yield
 
 
 def read_config(workdir: epath.PathLike) -> config_dict.ConfigDict:

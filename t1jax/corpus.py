@@ -19,7 +19,7 @@ from t1jax.rollout import demonstrations
 from t1jax.tasks import datasets
 from t1jax.tasks.families.base import NUMBERS, WORDS, make_task
 from t1jax.tasks.families.drills import copying
-from t1jax.tasks.task import Task, from_bytes, to_bytes
+from t1jax.tasks.task import Task, TaskError, from_bytes, to_bytes
 
 # Splits that the tasks of config.data.directories join.
 _WITH_DIRECTORIES = ("demonstrations", "train")
@@ -61,7 +61,8 @@ def build(
   Returns: the dataset's directory, for `tasks.datasets.load`.
 
   Raises:
-    TaskError: an oracle does not pass its own verifier.
+    TaskError: an oracle does not pass its own verifier, or its run is longer
+      than an episode may be.
     SandboxError: the sandboxes do not work here.
   """
   demonstrated, listed = plan(config)
@@ -87,6 +88,14 @@ def build(
         on_done=progress.update,
       )
     )
+    for example in examples:
+      length = len(demonstrations.imitate(setting.chat, example))
+      if length > setting.limits.max_tokens:
+        raise TaskError(
+          f"task {example['name']}: its oracle's run is {length} tokens, more "
+          f"than limits.max_tokens = {setting.limits.max_tokens}; raise that, "
+          "or shorten solution/commands.json or what the commands print"
+        )
     return [{**example, "split": split} for example in examples]
 
   def undemonstrated(split: str) -> Iterator[datasets.Example]:

@@ -22,7 +22,7 @@ from ml_collections import config_dict
 
 from t1jax import checkpoint
 from t1jax import config as configs
-from t1jax.metrics import LiveProgress, wilson_interval
+from t1jax.metrics import LiveProgress, MetricsError, wilson_interval
 from t1jax.models import params as model_params
 from t1jax.models.config import ModelConfig
 from t1jax.models.tokenizer import SentencePieceTokenizer, TokenizerError
@@ -30,13 +30,14 @@ from t1jax.rewards import verifier
 from t1jax.rollout import harness
 from t1jax.rollout.chat import Chat
 from t1jax.rollout.collect import Attempt, Routing, Runner, collect
-from t1jax.rollout.trajectory import Trajectory
+from t1jax.rollout.trajectory import Trajectory, TrajectoryError
 from t1jax.sampling.client import EngineClient
 from t1jax.sampling.engine import Engine
 from t1jax.sandbox.base import Limits, SandboxError
 from t1jax.sandbox.environment import install_environment
 from t1jax.sandbox.farm import Farm
 from t1jax.tasks import families
+from t1jax.tasks.datasets import DatasetError
 from t1jax.tasks.families.base import Family, make_task
 from t1jax.tasks.task import Task, TaskError, read_task
 
@@ -45,9 +46,12 @@ TOKENIZER_FILE = "tokenizer.model"
 # Mistakes that rooms report in their own words; one line each.
 EXPECTED_ERRORS = (
   checkpoint.CheckpointError,
+  DatasetError,
+  MetricsError,
   SandboxError,
   TaskError,
   TokenizerError,
+  TrajectoryError,
 )
 
 
@@ -70,19 +74,30 @@ def read_setting(
 
   Raises:
     UserError: a section that does not fit its type, naming the section.
-    TaskError: a task directory that cannot be read.
+    TaskError: a task directory that cannot be read, or whose instruction
+      leaves no room for an action.
   """
   with configs.user_errors("config section model", ValueError, TypeError):
     model = ModelConfig(vocab_size=tokenizer.vocab_size, **config.model)
   with configs.user_errors("config section limits", ValueError, TypeError):
     limits = harness.Limits(**config.limits)
+  chat = Chat(tokenizer)
+  brought = tuple(read_task(d) for d in config.data.directories)
+  for task in brought:
+    length = len(chat.prompt(task.instruction))
+    if length + 2 > limits.max_tokens:
+      raise TaskError(
+        f"task {task.name}: its instruction is {length} tokens, and an episode "
+        f"ends at limits.max_tokens = {limits.max_tokens}; raise that, or "
+        "shorten instruction.md"
+      )
   return Setting(
-    chat=Chat(tokenizer),
+    chat=chat,
     model=model,
     limits=limits,
     families=read_families(config),
     base_dir=base_directory(config),
-    directory_tasks=tuple(read_task(d) for d in config.data.directories),
+    directory_tasks=brought,
   )
 
 
@@ -90,6 +105,10 @@ def read_families(config: config_dict.ConfigDict) -> tuple[Family, ...]:
   """The families that a config names; all of them when it names none."""
   with configs.user_errors("config field families", TaskError):
     chosen = tuple(families.family(name) for name in config.families)
+  if len(set(chosen)) < len(chosen):
+    raise configs.UserError(
+      f"config field families names one twice: {', '.join(config.families)}"
+    )
   return chosen or families.FAMILIES
 
 
@@ -271,20 +290,24 @@ def main(argv: Sequence[str]) -> None:
   )
   if call.workdir is None:
     raise configs.UserError("--workdir is missing: give a run's directory")
+  config = call.config
+  if config.pretrain.enabled:  # its tokenizer and base are its own
+    with config.unlocked():
+      config.base = str(call.workdir / "base")
   tokenizer = SentencePieceTokenizer.load(
-    base_directory(call.config) / TOKENIZER_FILE
+    base_directory(config) / TOKENIZER_FILE
   )
-  setting = read_setting(call.config, tokenizer)
+  setting = read_setting(config, tokenizer)
   params = load_stage(call.workdir, values.stage, setting)
-  held = heldout_tasks(setting, values.per_family or call.config.data.heldout)
-  with Arena(call.config, setting) as arena, LiveProgress() as progress:
+  held = heldout_tasks(setting, values.per_family or config.data.heldout)
+  with Arena(config, setting) as arena, LiveProgress() as progress:
     progress.phase("evaluate", total=len(held))
     done: list[Trajectory] = []
     result, _ = judge(
       arena,
       params,
       held,
-      seed=call.config.seed,
+      seed=config.seed,
       on_done=lambda t: (done.append(t), progress.update(len(done))),
     )
   print(json.dumps({"stage": values.stage, **result}))

@@ -33,10 +33,15 @@ SUMMARY_FILE = "summary.json"
 _REWRITE_SECONDS = 30.0
 
 
+class MetricsError(ValueError):
+  """A damaged metrics file; the message names the line."""
+
+
 def read_metrics(workdir: epath.PathLike) -> list[dict[str, Any]]:
   """The records of a run, oldest first; half a line at the end is left out.
 
-  Raises ValueError with the line number when a line before the last is damaged.
+  Raises MetricsError with the line number when a line before the last is
+  damaged.
   """
   path = epath.Path(workdir) / METRICS_FILE
   if not path.exists():
@@ -47,11 +52,16 @@ def read_metrics(workdir: epath.PathLike) -> list[dict[str, Any]]:
     if number == len(lines):  # without its newline: nothing, or half a line
       break
     try:
-      records.append(json.loads(line))
+      record = json.loads(line)
     except ValueError as error:
-      raise ValueError(
+      raise MetricsError(
         f"{path}, line {number} is not JSON ({error}); mend or delete that line"
       ) from error
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+      raise MetricsError(
+        f"{path}, line {number} is no record with a step; mend or delete it"
+      )
+    records.append(record)
   return records
 
 

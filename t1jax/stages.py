@@ -17,7 +17,7 @@ from etils import epath
 from ml_collections import config_dict
 
 from t1jax import config as configs
-from t1jax.checkpoint import Checkpoints, abstract, export_base
+from t1jax.checkpoint import Checkpoints, abstract, export_base, has_base
 from t1jax.corpus import TaskStream
 from t1jax.evaluate import (
   Arena,
@@ -28,7 +28,7 @@ from t1jax.evaluate import (
   read_families,
   stage_directory,
 )
-from t1jax.metrics import LiveProgress, MetricsWriter
+from t1jax.metrics import LiveProgress, MetricsWriter, write_atomically
 from t1jax.rewards import schemes
 from t1jax.rl import batching, learner, supervised
 from t1jax.rl.agreement import agreement
@@ -70,8 +70,7 @@ def supervise(
   tolerance: float,
 ) -> Any:
   """Learns from examples; returns the parameters of the best validation."""
-  finished = stage_directory(run.workdir, name)
-  if finished.exists():
+  if has_base(stage_directory(run.workdir, name)):
     return load_stage(run.workdir, name, run.setting)
   cfg, seed = run.setting.model, run.config.seed
   pack = {"buckets": run.rl.buckets, "token_budget": run.rl.token_budget}
@@ -116,7 +115,7 @@ def supervise(
 def reinforce(run: Run, sft: Any, data: epath.Path) -> tuple[Any, dict]:
   """Critic warm-up with the actor frozen, then PPO."""
   name, cfg, config = "rl", run.setting.model, run.config
-  if stage_directory(run.workdir, name).exists():
+  if has_base(stage_directory(run.workdir, name)):
     return load_stage(run.workdir, name, run.setting), stage_facts(run, name)
   stream = TaskStream(data, run.config.seed)
   # Two copies: the actor's and the critic's buffers are both donated.
@@ -156,6 +155,7 @@ def reinforce(run: Run, sft: Any, data: epath.Path) -> tuple[Any, dict]:
       )
       done = iteration == config.rl.iterations
       if done:
+        facts |= {"logprob_gap": numbers["logprob_gap"]}
         facts |= routing_facts(run, state.actor, played)
       if done or iteration % config.rl.checkpoint_every == 0:
         host |= {
@@ -221,7 +221,7 @@ def warm_up(
 def imitate_successes(run: Run, sft: Any, data: epath.Path) -> tuple[Any, dict]:
   """The control: PPO's tasks and episodes, but SFT on what succeeded."""
   name, config = "control", run.config
-  if stage_directory(run.workdir, name).exists():
+  if has_base(stage_directory(run.workdir, name)):
     return load_stage(run.workdir, name, run.setting), stage_facts(run, name)
   stream = TaskStream(data, run.config.seed)
   optimizer = dataclasses.replace(
@@ -243,7 +243,8 @@ def imitate_successes(run: Run, sft: Any, data: epath.Path) -> tuple[Any, dict]:
       state, _ = imitate_batch(run, state, played, optimizer, 0)
     for iteration in range(host["iteration"] + 1, config.rl.iterations + 1):
       played = rollout(run, name, state.params, iteration, stream,
-                       step=iteration, episodes=config.rl.episodes)  # fmt: skip
+                       step=iteration, episodes=config.rl.episodes,
+                       keep=config.rl.keep)  # fmt: skip
       state, numbers = imitate_batch(run, state, played, optimizer, iteration)
       run.metrics.write(first + iteration, name, numbers)
       run.progress.update(iteration, **numbers)
@@ -306,12 +307,13 @@ def evaluate_stage(run: Run, stage: str, params: Any) -> dict[str, Any]:
     run.arena, params, held, seed=run.config.seed, on_done=show
   )
   keep_scored(run, f"evaluation-{stage}", played)
+  check_infra(run, played, tolerated=0.02)
   step = first_step(run.config, f"evaluate {stage}")
   run.metrics.write(
     step, "evaluation", {f"success_{stage}": result["strict_success"]}
   )
   record.parent.mkdir(parents=True, exist_ok=True)
-  record.write_text(json.dumps(result))
+  write_atomically(record, json.dumps(result) + "\n")
   return result
 
 
@@ -332,18 +334,25 @@ def rollout(
     for number, task in enumerate(stream.take(episodes))
   ]
   played = run.arena.play(params, version, attempts, keep=keep)
+  scored = keep_scored(run, f"{stage}-{step:05d}", played)
+  check_infra(run, played, tolerated=0.5)
+  return scored
+
+
+def check_infra(
+  run: Run, played: Sequence[Trajectory], *, tolerated: float
+) -> None:
+  """Says what failed outside the agents' reach; too much of it ends the run."""
   broken = [t for t in played if t.outcome.status == "infra_failure"]
-  for trajectory in broken[:1]:
-    run.progress.say(
-      f"{len(broken)} infra failures, e.g. {trajectory.task}: "
-      f"{trajectory.outcome.error}"
-    )
-  if len(broken) * 2 > len(played):
-    raise configs.UserError(
-      f"{len(broken)} of {len(played)} episodes failed outside the agent's "
-      f"reach; the first says: {broken[0].outcome.error}"
-    )
-  return keep_scored(run, f"{stage}-{step:05d}", played)
+  if not broken:
+    return
+  what = (
+    f"{len(broken)} of {len(played)} episodes failed outside the agent's "
+    f"reach; the first ({broken[0].task}) says: {broken[0].outcome.error}"
+  )
+  if len(broken) > tolerated * len(played):
+    raise configs.UserError(f"{what}; mend that, then run the same command")
+  run.progress.say(what)
 
 
 def keep_scored(
@@ -401,7 +410,7 @@ def first_step(config: config_dict.ConfigDict, stage: str) -> int:
   lengths = {
     "evaluate base": 1,
     "pretrain": config.pretrain.steps + 1 if config.pretrain.enabled else 0,
-    "sft": config.sft.max_epochs * sft_epoch(config),
+    "sft": config.sft.max_epochs * sft_epoch(config) + 1,
     "evaluate sft": 1,
     "rl": rounds,
     "evaluate rl": 1,
@@ -415,6 +424,7 @@ def first_step(config: config_dict.ConfigDict, stage: str) -> int:
 def sft_epoch(config: config_dict.ConfigDict) -> int:
   """Updates per epoch of the warm start."""
   count = len(read_families(config)) * config.data.demonstrations
+  count += len(config.data.directories)
   return -(-count // config.sft.batch_size)
 
 

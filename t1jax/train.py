@@ -11,12 +11,13 @@ where the run was stopped; a finished run is left alone. Any field can be set:
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from etils import epath
+from ml_collections import config_dict
 
 from t1jax import config as configs
 from t1jax import corpus, stages
@@ -25,6 +26,7 @@ from t1jax.evaluate import (
   EXPECTED_ERRORS,
   TOKENIZER_FILE,
   Arena,
+  Setting,
   base_directory,
   keep_compiled_programs,
   load_stage,
@@ -39,6 +41,29 @@ from t1jax.rollout import demonstrations
 from t1jax.stages import Run, evaluate_stage
 from t1jax.tasks import datasets
 from t1jax.tasks.task import from_bytes
+
+# A 0 in one of these would be noticed only when its stage begins, or never.
+_AT_LEAST_ONE = (
+  "sandboxes",
+  "data.demonstrations",
+  "data.validation",
+  "data.train",
+  "data.heldout",
+  "sft.batch_size",
+  "sft.max_epochs",
+  "sft.patience",
+  "warm_up.episodes",
+  "rl.iterations",
+  "rl.episodes",
+  "rl.keep",
+  "rl.checkpoint_every",
+  "control.minibatches",
+  "pretrain.sessions",
+  "pretrain.validation",
+  "pretrain.batch_size",
+  "pretrain.steps",
+  "pretrain.evaluate_every",
+)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -56,16 +81,8 @@ def main(argv: Sequence[str]) -> None:
     else SentencePieceTokenizer.load(base_directory(config) / TOKENIZER_FILE)
   )
   setting = read_setting(config, tokenizer)
-  with configs.user_errors("config sections ppo, sft, pretrain"):
-    rl = RLConfig.from_dict(
-      {
-        **config.ppo,
-        "temperature": config.sampler.temperature,
-        "forbidden_ids": setting.chat.forbidden_ids,
-      }
-    )
-    for section in (config.sft, config.pretrain):
-      OptimizerConfig.from_dict(section.optimizer)
+  rl = read_rl(config, setting)
+  arena = Arena(config, setting)
   workdir = configs.claim_workdir(call.workdir, config, source=call.source)
   summary_file = workdir / "summary.json"
   if summary_file.exists():
@@ -73,16 +90,57 @@ def main(argv: Sequence[str]) -> None:
     return
 
   with (
+    configs.hold_workdir(workdir),
     LiveProgress() as progress,
     MetricsWriter(
       workdir, resume_step=stages.last_step(workdir, config)
     ) as metrics,
-    Arena(config, setting) as arena,
+    arena,
   ):
     run = Run(config, setting, rl, workdir, arena, metrics, progress)
     summary = pretrain(run) if pretraining else train(run)
   write_summary(workdir, summary)
   print(json.dumps(summary, indent=2))
+
+
+def read_rl(config: config_dict.ConfigDict, setting: Setting) -> RLConfig:
+  """The learner's settings; what else could end a run late is checked too.
+
+  Raises:
+    UserError: a field that is out of range, or two that do not fit.
+  """
+  fields = configs.flatten(config.to_dict())
+  for name in _AT_LEAST_ONE:
+    if fields[name] < 1:
+      raise configs.UserError(
+        f"config field {name} is {fields[name]}; expected at least 1"
+      )
+  if not 0 <= config.seed < 2**32:
+    raise configs.UserError(
+      f"config field seed is {config.seed}; expected 0 to 2**32 - 1"
+    )
+  with configs.user_errors("config section rl"):
+    schemes.check(config.rl.reward, config.rl.max_assertions)
+  with configs.user_errors("config sections ppo, sft, control, pretrain"):
+    rl = RLConfig.from_dict(
+      {
+        **config.ppo,
+        "max_turns": config.limits.max_turns,
+        "seed": config.seed,
+        "temperature": config.sampler.temperature,
+        "forbidden_ids": setting.chat.forbidden_ids,
+      }
+    )
+    for section in (config.sft, config.pretrain):
+      OptimizerConfig.from_dict(section.optimizer)
+    OptimizerConfig(learning_rate=config.control.learning_rate)
+  longest = config.limits.max_tokens
+  if rl.buckets[-1] < longest:
+    raise configs.UserError(
+      f"config field ppo.buckets ends at {rl.buckets[-1]}, but an episode may "
+      f"have limits.max_tokens = {longest}; add a bucket of {longest}"
+    )
+  return rl
 
 
 def train(run: Run) -> dict[str, Any]:
@@ -91,12 +149,9 @@ def train(run: Run) -> dict[str, Any]:
 
   # ---- data: demonstrations, training tasks, held-out tasks
   data = corpus.build(run.workdir, config, run.setting, run.arena, run.progress)
-  scales: dict[str, list[int]] = {}
-  for example in datasets.load(data, "train"):
-    task = from_bytes(example["task"])
-    scale = task.num_assertions - len(task.hygiene)
-    scales.setdefault(task.family, []).append(scale)
-  run.denominators = schemes.family_denominators(scales)
+  run.denominators = schemes.family_denominators(
+    family_scales(datasets.load(data, "train"))
+  )
 
   # ---- base and supervised warm start
   base = load_stage(run.workdir, "base", run.setting)
@@ -120,12 +175,26 @@ def train(run: Run) -> dict[str, Any]:
     "interval": {stage: r["interval"] for stage, r in results.items()},
     "by_family": {stage: r["by_family"] for stage, r in results.items()},
     "n_heldout": results["rl"]["n_heldout"],
+    "infra_failures": {s: r["infra_failures"] for s, r in results.items()},
     "rl_share_of_gain": (
       (success["rl"] - success["sft"]) / whole if whole > 0 else 0.0
     ),
     **rl_facts,
     "wall_seconds": run.metrics.wall_seconds,
   }
+
+
+def family_scales(
+  examples: Iterable[datasets.Example],
+) -> dict[str, list[int]]:
+  """Number of non-hygiene assertions of each task that was counted."""
+  scales: dict[str, list[int]] = {}
+  for example in examples:
+    task = from_bytes(example["task"])
+    if task.num_assertions:
+      scale = task.num_assertions - len(task.hygiene)
+      scales.setdefault(task.family, []).append(scale)
+  return scales
 
 
 def pretrain(run: Run) -> dict[str, Any]:

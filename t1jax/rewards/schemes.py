@@ -12,7 +12,7 @@ nothing. From them come four numbers:
 
 Every scheme returns a Python float: a reward array built from integers would
 truncate 0.7 to 0. An infrastructure failure has no counts and therefore no
-reward; `count` refuses an empty success rather than invent one.
+reward. A verifier without assertions may still give a verdict of its own.
 """
 
 import dataclasses
@@ -216,6 +216,15 @@ def score(
     max_assertions=max_assertions,
   )
   return dataclasses.replace(outcome, reward=parts[scheme], reward_parts=parts)
+
+
+def check(scheme: str, max_assertions: float) -> None:
+  """Raises ValueError unless `score` can use these."""
+  if scheme not in SCHEMES:
+    raise ValueError(
+      f"reward is {scheme!r}; expected one of {', '.join(SCHEMES)}"
+    )
+  _check_positive("max_assertions", max_assertions)
 
 
 def _check_positive(name: str, value: float) -> None:

@@ -22,6 +22,9 @@ import numpy as np
 
 # F(tau): share of tokens whose probability changed by more than this factor.
 _TAU = 2.0
+# Nats. Log-ratios are cut here before exp: past 88 its float32 value is inf,
+# and one such token would turn the whole gradient into NaN.
+_FURTHEST = 20.0
 
 
 def ppo_loss(
@@ -86,9 +89,9 @@ def ppo_loss(
   chex.assert_rank(denominator, 0)
   # Zeros where masked *before* exp: padding may hold anything, and an inf
   # that is masked afterwards still turns the gradient into NaN.
-  change = _where(mask_BxS, logprobs_BxS - old_logprobs_BxS)
+  change = _bounded(_where(mask_BxS, logprobs_BxS - old_logprobs_BxS))
   gap = jax.lax.stop_gradient(
-    _where(mask_BxS, old_logprobs_BxS - behaviour_logprobs_BxS)
+    _bounded(_where(mask_BxS, old_logprobs_BxS - behaviour_logprobs_BxS))
   )
   advantages = _where(mask_BxS, advantages_BxS)
   ratio = jnp.exp(change)
@@ -117,7 +120,7 @@ def ppo_loss(
   if kl_coefficient:
     if reference_logprobs_BxS is None:
       raise ValueError("kl_coefficient needs reference_logprobs_BxS.")
-    away = _where(mask_BxS, reference_logprobs_BxS - logprobs_BxS)
+    away = _bounded(_where(mask_BxS, reference_logprobs_BxS - logprobs_BxS))
     kl = _total(mask_BxS, k3(away)) / denominator
     statistics["reference_kl_loss"] = kl
     loss = loss + kl_coefficient * kl
@@ -195,10 +198,11 @@ def gap_statistics(
   precision, weights a few updates old), so it is watched at every update.
   """
   gap = _where(mask_BxS, old_logprobs_BxS - behaviour_logprobs_BxS)
-  weight = jnp.where(mask_BxS, jnp.exp(gap), jnp.zeros_like(gap))
+  near = _bounded(gap)
+  weight = jnp.where(mask_BxS, jnp.exp(near), jnp.zeros_like(gap))
   return {
     "gap_abs": _total(mask_BxS, jnp.abs(gap)),
-    "gap_k3": _total(mask_BxS, k3(gap)),
+    "gap_k3": _total(mask_BxS, k3(near)),
     "gap_outside": _total(
       mask_BxS, (jnp.abs(gap) > jnp.log(_TAU)).astype(jnp.float32)
     ),
@@ -271,6 +275,10 @@ def _policy_statistics(change, advantages, mask, ratio_low, ratio_high):
 
 def _where(mask, x):
   return jnp.where(mask, x, jnp.zeros_like(x))
+
+
+def _bounded(log_ratio):
+  return jnp.clip(log_ratio, -_FURTHEST, _FURTHEST)
 
 
 def _total(mask, x):

@@ -142,6 +142,11 @@ class Runner:
     turn = -1
     while True:
       if len(builder) + len(given) + 1 > limits.max_tokens:
+        if turn < 0:
+          raise ValueError(
+            f"the instruction is {len(given)} tokens, limits.max_tokens is "
+            f"{limits.max_tokens}"
+          )
         return "truncated"
       room = limits.max_tokens - len(builder) - len(given)
       action_limit = min(limits.max_action_tokens, room)

@@ -126,6 +126,8 @@ def build(
   builder = TerminalTasks(
     data_dir=root, file_format="array_record", examples=examples
   )
+  for unfinished in root.glob("*/incomplete.*"):  # an earlier try was killed
+    unfinished.rmtree()
   tfds.disable_progress_bar()
   with contextlib.redirect_stdout(io.StringIO()):  # "Downloading ..."
     builder.download_and_prepare()
@@ -151,7 +153,13 @@ class Source:
     return (self[index] for index in range(len(self)))
 
   def __getitem__(self, index: int) -> Example:
-    record = self._records[int(index)]
+    try:
+      record = self._records[int(index)]
+    except RuntimeError as error:  # of the ArrayRecord library
+      raise DatasetError(
+        f"example {index} of the dataset is damaged: {error}; delete the "
+        "run's data directory so that it is built again"
+      ) from error
     turns = record["turns"]
     example = {name: record[name].decode() for name in _TEXTS}
     example["task"] = bytes(record["task"])

@@ -200,3 +200,30 @@ def test_supervised_loss_by_hand():
     jnp.float32(2),
   )
   assert float(loss) == 1.5
+
+
+@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
+@pytest.mark.parametrize("nats", [-200.0, 100.0, 200.0])
+def test_a_token_that_is_far_off_leaves_loss_and_gradient_finite(
+  nats, advantage
+):
+  def run(logprobs, behaviour):
+    return losses.ppo_loss(
+      logprobs,
+      _row(0.0),
+      behaviour,
+      _row(advantage),
+      jnp.ones((1, 1), bool),
+      jnp.float32(1),
+      tis_cap=2.0,
+      reference_logprobs_BxS=_row(0.0),
+      kl_coefficient=0.1,
+      **BOUNDS,
+    )
+
+  for logprobs, behaviour in ((nats, 0.0), (0.0, nats)):
+    (loss, parts), gradient = jax.value_and_grad(run, has_aux=True)(
+      _row(logprobs), _row(behaviour)
+    )
+    assert np.isfinite(loss) and np.isfinite(gradient).all()
+    assert np.isfinite(list(losses.summarize(parts, 1).values())).all()
