@@ -39,16 +39,16 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
       moe_layers=(1, 2, 3),
     ),
     data=dict(  # tasks per family
-      demonstrations=24,
+      demonstrations=8,
       validation=8,
       train=800,
       heldout=20,
       directories=(),  # Harbor task directories that join the training tasks
     ),
     limits=dict(  # of one episode
-      max_turns=8,
+      max_turns=6,
       max_tokens=256,
-      max_action_tokens=24,
+      max_action_tokens=20,
       command_seconds=5.0,
       episode_seconds=60.0,
       observation_bytes=400,
@@ -82,22 +82,21 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
     ),
     ppo=dict(
       gamma_turn=1.0,
-      lambda_turn=0.95,
+      lambda_turn=0.8,
       advantage="tb_gae",
-      max_turns=8,
       ratio_low=0.70,
       ratio_high=6.00,
       tis_cap=2.0,
       whiten=True,
       replay=True,
       actor=dict(
-        learning_rate=1.5e-4, warmup_steps=4, decay_steps=160, b2=0.99
+        learning_rate=2e-4, warmup_steps=4, decay_steps=160, b2=0.99
       ),
       critic=dict(learning_rate=7.5e-4, warmup_steps=4, b2=0.99),
       actor_minibatches=4,
-      critic_minibatches=4,
+      critic_minibatches=8,
       warmup_minibatches=26,
-      warmup_epochs=1,
+      warmup_epochs=3,
       buckets=(256,),
       token_budget=4096,
     ),
