@@ -89,9 +89,7 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
       tis_cap=2.0,
       whiten=True,
       replay=True,
-      actor=dict(
-        learning_rate=2e-4, warmup_steps=4, decay_steps=160, b2=0.99
-      ),
+      actor=dict(learning_rate=2e-4, warmup_steps=4, decay_steps=160, b2=0.99),
       critic=dict(learning_rate=7.5e-4, warmup_steps=4, b2=0.99),
       actor_minibatches=4,
       critic_minibatches=8,

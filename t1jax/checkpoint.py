@@ -63,26 +63,16 @@ class Checkpoints:
     directory: epath.PathLike,
     *,
     keep: int = 2,
-    read_only: bool = False,
     notify: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
   ):
     """Opens the directory and drops what an interrupted save left there.
 
     Args:
-      directory: made when missing, unless `read_only`.
+      directory: made when missing.
       keep: how many of the latest steps stay.
-      read_only: restores only; leaves other programs' unfinished saves alone.
       notify: is told, one line each, of half-written steps that are skipped.
-
-    Raises:
-      CheckpointError: read_only, and there is no such directory.
     """
     self.directory = epath.Path(directory)
-    if read_only and not self.directory.exists():
-      raise CheckpointError(
-        f"no checkpoints at {self.directory}; train first, or point --workdir "
-        "at a run that did"
-      )
     if self.directory.exists():
       for path in sorted(self.directory.iterdir()):
         if _PARTIAL in path.name:
@@ -94,9 +84,8 @@ class Checkpoints:
       self.directory,
       options=ocp.CheckpointManagerOptions(
         preservation_policy=ocp.checkpoint_managers.LatestN(n=keep),
-        cleanup_tmp_directories=not read_only,
-        create=not read_only,
-        read_only=read_only,
+        cleanup_tmp_directories=True,
+        create=True,
       ),
       item_handlers={
         "state": ocp.StandardCheckpointHandler(),
@@ -364,7 +353,8 @@ def load_base(
   if differs := _difference(*shapes):
     raise CheckpointError(
       f"the base checkpoint in {directory} is of another model: {differs}; "
-      "train from scratch, or use the model section that base.json records"
+      "use the model fields that base.json records, or make a base with these: "
+      "--config=configs/tiny.py:pretrain, then --config.base=WORKDIR/base"
     )
   params = flax.serialization.from_state_dict(abstract_params, stored)
   params = jax.tree.map(

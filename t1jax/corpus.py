@@ -61,8 +61,8 @@ def build(
   Returns: the dataset's directory, for `tasks.datasets.load`.
 
   Raises:
-    TaskError: an oracle does not pass its own verifier, or its run is longer
-      than an episode may be.
+    TaskError: an oracle does not pass its own verifier, or its run or a
+      command of it is longer than an episode allows.
     SandboxError: the sandboxes do not work here.
   """
   demonstrated, listed = plan(config)
@@ -89,6 +89,15 @@ def build(
       )
     )
     for example in examples:
+      for turn in example["turns"]:
+        size = len(setting.chat.tokenizer.encode(turn["command"])) + 1
+        if size > setting.limits.max_action_tokens:
+          raise TaskError(
+            f"task {example['name']}: the oracle's command "
+            f"{turn['command']!r} is {size} tokens with its stop, more than "
+            f"limits.max_action_tokens = {setting.limits.max_action_tokens}; "
+            "raise that, or split the command"
+          )
       length = len(demonstrations.imitate(setting.chat, example))
       if length > setting.limits.max_tokens:
         raise TaskError(

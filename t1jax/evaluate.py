@@ -77,6 +77,14 @@ def read_setting(
     TaskError: a task directory that cannot be read, or whose instruction
       leaves no room for an action.
   """
+  for name, texts in (
+    ("families", config.families),
+    ("data.directories", config.data.directories),
+  ):
+    if not all(isinstance(text, str) for text in texts):
+      raise configs.UserError(
+        f"config field {name}: expected texts, got {tuple(texts)!r}"
+      )
   with configs.user_errors("config section model", ValueError, TypeError):
     model = ModelConfig(vocab_size=tokenizer.vocab_size, **config.model)
   with configs.user_errors("config section limits", ValueError, TypeError):
@@ -278,7 +286,7 @@ def main(argv: Sequence[str]) -> None:
   """Evaluates what a stage of a run ended with."""
   values = flags.FlagValues()
   flags.DEFINE_string(
-    "stage", "rl", "base, sft, rl or control", flag_values=values
+    "stage", "rl", "base, pretrain, sft, rl or control", flag_values=values
   )
   flags.DEFINE_integer(
     "per_family", 0, "held-out tasks per family; 0 = the run's own", 0,
@@ -319,8 +327,8 @@ def load_stage(
   """Parameters that a finished stage of the run left.
 
   Raises:
-    UserError: no such stage.
-    CheckpointError: the stage has not been reached, or its files are damaged.
+    UserError: no such stage, or the run has not finished it.
+    CheckpointError: its files are damaged.
   """
   known = ("base", "pretrain", "sft", "rl", "control")
   if stage not in known:
@@ -330,7 +338,15 @@ def load_stage(
   abstract = model_params.abstract(setting.model)
   if stage == "base":
     return checkpoint.load_base(setting.base_dir, abstract)[0]
-  return checkpoint.load_base(stage_directory(workdir, stage), abstract)[0]
+  directory = stage_directory(workdir, stage)
+  if not checkpoint.has_base(directory):
+    there = [s for s in known if checkpoint.has_base(directory.with_name(s))]
+    raise configs.UserError(
+      f"stage {stage} of {workdir} is not finished (finished: "
+      f"{', '.join(there) or 'none'}); go on with the same training command, "
+      "or name another --stage"
+    )
+  return checkpoint.load_base(directory, abstract)[0]
 
 
 def stage_directory(workdir: epath.PathLike, stage: str) -> epath.Path:

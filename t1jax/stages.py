@@ -436,7 +436,7 @@ def last_step(
   for stage in ("pretrain", "sft", "rl", "control"):
     directory = workdir / "checkpoints" / stage
     if directory.exists():
-      with Checkpoints(directory, read_only=True) as checkpoints:
+      with Checkpoints(directory) as checkpoints:
         if checkpoints.latest is not None:
           reached.append(first_step(config, stage) + checkpoints.latest)
   for stage in ("base", "sft", "rl", "control"):

@@ -147,6 +147,8 @@ def train(run: Run) -> dict[str, Any]:
   """Base → supervised warm start → critic warm-up → PPO → evaluation."""
   config = run.config
 
+  base = load_stage(run.workdir, "base", run.setting)
+
   # ---- data: demonstrations, training tasks, held-out tasks
   data = corpus.build(run.workdir, config, run.setting, run.arena, run.progress)
   run.denominators = schemes.family_denominators(
@@ -154,7 +156,6 @@ def train(run: Run) -> dict[str, Any]:
   )
 
   # ---- base and supervised warm start
-  base = load_stage(run.workdir, "base", run.setting)
   results = {"base": evaluate_stage(run, "base", base)}
   sft = warm_start(run, base, data)
   results["sft"] = evaluate_stage(run, "sft", sft)

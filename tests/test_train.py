@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from t1jax import config as configs
-from t1jax import stages, train
+from t1jax import evaluate, stages, train
 from t1jax.checkpoint import export_base
 from t1jax.evaluate import EXPECTED_ERRORS
 from t1jax.tasks.families import FAMILIES
@@ -64,6 +64,34 @@ def test_a_task_that_does_not_fit_an_episode_is_named(tmp_path, capsys):
   line = error_line(capsys)
   assert path.name in line and "shorten instruction.md" in line
   assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["families", "data.directories"])
+def test_what_is_no_text_is_one_line(name, tmp_path, capsys):
+  assert run(tmp_path / "run", f"--config.{name}=(1,)") == 2
+  assert f"config field {name}: expected texts" in error_line(capsys)
+
+
+def test_another_models_base_is_refused_before_anything_is_recorded(
+  tmp_path, capsys
+):
+  assert run(tmp_path / "run", "--config.model.d_model=64") == 2
+  line = error_line(capsys)
+  assert "embed is float32[768, 128]" in line and "--config.base=" in line
+  assert not (tmp_path / "run" / "data").exists()
+
+
+def test_a_stage_that_is_not_finished_is_said_so(tmp_path, capsys):
+  config = configs.load_config("configs/tiny.py:smoke")
+  workdir = configs.claim_workdir(tmp_path / "run", config)
+  export_base({}, {}, stages.stage_directory(workdir, "sft"))
+  code = configs.run_program(
+    evaluate.main,
+    expected=EXPECTED_ERRORS,
+    argv=["evaluate", f"--workdir={workdir}", "--stage=rl"],
+  )
+  assert code == 2
+  assert "is not finished (finished: sft)" in error_line(capsys)
 
 
 def test_two_processes_do_not_share_a_workdir(tmp_path, capsys):

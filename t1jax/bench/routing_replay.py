@@ -18,6 +18,7 @@ Prints one JSON line:
   outside_top_k       share of recorded pairs with an expert that is outside
 """
 
+import argparse
 import dataclasses
 import json
 
@@ -48,6 +49,10 @@ RL = RLConfig(buckets=(MAX_LEN,), token_budget=16 * MAX_LEN)
 
 
 def main() -> None:
+  """Entry point; there is nothing to choose but --help."""
+  argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  ).parse_args()
   print(json.dumps(measure()))
 
 

@@ -215,9 +215,15 @@ async def measure(count: int, rounds: int) -> dict[str, float]:
 
 def main() -> None:
   """Entry point."""
-  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-  parser.add_argument("--sandboxes", type=int, default=64)
-  parser.add_argument("--rounds", type=int, default=50)
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument(
+    "--sandboxes", type=int, default=64, help="at once (%(default)s)"
+  )
+  parser.add_argument(
+    "--rounds", type=int, default=50, help="of each latency (%(default)s)"
+  )
   parser.add_argument("--victim", action="store_true", help=argparse.SUPPRESS)
   options = parser.parse_args()
   try:

@@ -306,8 +306,14 @@ def cache_directory() -> pathlib.Path:
 
 def main() -> None:
   """Entry point."""
-  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-  parser.add_argument("--tasks", default="../shared/tasks")
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument(
+    "--tasks",
+    default="../shared/tasks",
+    help="directory of Harbor task directories (%(default)s)",
+  )
   parser.add_argument("--only", default="", help="part of a task's name")
   options = parser.parse_args()
   root = pathlib.Path(options.tasks)

@@ -271,8 +271,12 @@ def measure(family: Family, instances: int, split: str = "heldout") -> dict:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-  parser.add_argument("--instances", type=int, default=100)
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument(
+    "--instances", type=int, default=100, help="per family (%(default)s)"
+  )
   parser.add_argument("--families", default="", help="names, with commas")
   args = parser.parse_args(argv)
   if args.instances < 2:

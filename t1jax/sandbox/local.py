@@ -21,6 +21,8 @@ _GRACE_SEC = 30.0
 _BOOT_SEC = 60.0
 # An init leaves when its channel closes; one that is stuck is killed.
 _LEAVE_SEC = 5.0
+# Nothing takes an init so long to die, on however busy a machine.
+_GIVE_UP_SEC = 120.0
 
 
 class LocalSandbox:
@@ -195,7 +197,11 @@ class LocalSandbox:
     await self._call({"op": "close_verifier"})
 
   async def close(self) -> None:
-    """Ends the sandbox and waits until its processes are gone."""
+    """Ends the sandbox and waits until its processes are gone.
+
+    Raises:
+      SandboxError: they are not, long after they were killed.
+    """
     gone = self._gone
     if not self._closed:
       self._closed = True
@@ -207,7 +213,13 @@ class LocalSandbox:
         late = loop.call_later(_LEAVE_SEC, self._farm.kill, self.number)
         gone.add_done_callback(lambda _: late.cancel())
     if gone is not None:
-      await asyncio.shield(gone)
+      try:
+        await asyncio.wait_for(asyncio.shield(gone), _GIVE_UP_SEC)
+      except TimeoutError as error:
+        raise base.SandboxError(
+          f"sandbox {self.number} has not ended within {_GIVE_UP_SEC:.0f} s of "
+          "being killed; restart the program"
+        ) from error
 
   async def _receive(self) -> tuple[dict[str, Any], bytes]:
     assert self._reader is not None

@@ -103,6 +103,7 @@ class Zygote:
           self.leave()
         elif fd == self.control.fileno():
           self.serve_request()
+          break  # it may have closed what the rest of the list names
         elif fd in self.links:
           self.map_ids(fd)
         elif fd in self.living:
@@ -152,6 +153,9 @@ class Zygote:
     disk_mb = limits["disk_mb"]
     for spare in [s for s in self.spares if s.disk_mb != disk_mb]:
       self.spares.remove(spare)
+      if self.links.pop(spare.link.fileno(), None):
+        # Its number may be the next descriptor's.
+        self.poll.unregister(spare.link)
       spare.link.close()
       os.kill(spare.pid, signal.SIGKILL)
     spare = self.spares.pop(0) if self.spares else self.fork_spare(disk_mb)

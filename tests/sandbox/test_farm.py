@@ -82,6 +82,22 @@ def test_limits_differ_between_sandboxes(loop, farm):
   assert loop.run(main()) == [8, 32, 8]
 
 
+def test_sandboxes_of_different_disks_come_and_go():
+  # Spares with another disk are thrown away, some before they have booted.
+  async def one(farm, index):
+    disk_mb = 64 + 64 * (index % 3 == 2)
+    async with farm.sandbox(base.Limits(disk_mb=disk_mb)) as sandbox:
+      return (await sandbox.exec("echo $((6 * 7))")).output
+
+  async def main():
+    for _ in range(3):
+      async with Farm(max_sandboxes=8) as farm:
+        said = await asyncio.gather(*(one(farm, i) for i in range(9)))
+        assert said == [b"42\n"] * 9
+
+  asyncio.run(asyncio.wait_for(main(), 60))
+
+
 def test_a_killed_zygote_ends_its_sandboxes_and_is_replaced():
   async def main():
     async with Farm(max_sandboxes=2) as farm:
