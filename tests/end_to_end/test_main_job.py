@@ -130,6 +130,9 @@ def broken_directory(tmp_path, kind):
     for file in (path / "tests").iterdir():
       file.unlink()
     (path / "tests").rmdir()
+  elif kind == "command":
+    commands = [": " + "word " * 30, *task.oracle]
+    (path / "solution" / "commands.json").write_text(json.dumps(commands))
   else:
     (path / "solution" / "commands.json").write_text('["true"]')
     (path / "solution" / "solve.sh").write_text("#!/bin/sh\ntrue\n")
@@ -172,8 +175,12 @@ def test_a_workdir_of_another_config_is_refused(finished):
   assert "rl.iterations (1 there, 7 here)" in done.stderr
 
 
-def test_a_failing_oracle_is_named(tmp_path):
-  path = broken_directory(tmp_path, "oracle")
+@pytest.mark.parametrize(
+  ("kind", "message"),
+  [("oracle", "oracle does not pass"), ("command", "split the command")],
+)
+def test_an_oracle_that_cannot_be_imitated_is_named(kind, message, tmp_path):
+  path = broken_directory(tmp_path, kind)
   done = program(
     "train",
     *SMALL,
@@ -182,7 +189,8 @@ def test_a_failing_oracle_is_named(tmp_path):
   )
   assert done.returncode == 2, done.stderr
   (error,) = [x for x in done.stderr.splitlines() if x.startswith("error:")]
-  assert path.name in error and "oracle does not pass" in error
+  assert make_task(FAMILIES[0], "train", 3).name in error
+  assert message in error
 
 
 def test_without_namespaces_one_line_says_what_to_do(tmp_path):
