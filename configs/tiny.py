@@ -3,14 +3,14 @@
   bash launch/local.sh
   python -m t1jax.train --config=configs/tiny.py --workdir=runs/tiny
 
-Hardware: 2 CPU cores, 4 GiB of memory; 29 minutes when the cores were shared.
-Strict success of the last run (seed 0, 260 held-out tasks): base 0.0 %, warm
-start 51.5 %, PPO 68.5 %, control 72.3 %.
+Hardware: 2 CPU cores, 4 GiB of memory; 27 minutes when the cores were shared,
+16 with --config.control.enabled=False. Strict success on 260 held-out tasks
+(seed 0): base 0.4 %, warm start 63.5 %, PPO 85.0 %, control 90.0 %.
 
 Arguments (`configs/tiny.py:ARGUMENT`):
   smoke     everything once, in about a minute; learns nothing
   pretrain  makes the base checkpoint that the package ships (25 minutes; its
-            own strict success is 0.0 %)
+            own strict success is 0.4 %, one task of 260)
 """
 
 from ml_collections import config_dict
