@@ -141,7 +141,7 @@ class Farm:
 
     Args:
       channel: the sandbox's end of a connected socket.
-      settings: the fields of `base.Limits`, and "path" for its commands.
+      settings: the fields of `base.Limits`, and the commands' "environment".
 
     Returns:
       its number, and a future that is done when its processes are gone.

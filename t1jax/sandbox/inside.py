@@ -107,11 +107,11 @@ class Init:
 
     Args:
       channel: the connected socket to the user of the sandbox.
-      limits: fields of `base.Limits`, and "path".
+      limits: fields of `base.Limits`, and "environment" of the commands.
     """
     self.channel, self.limits = channel, limits
     self.limit_resources()
-    self.environment = {"PATH": limits["path"], **_ENVIRONMENT}
+    self.environment = {**limits["environment"], **_ENVIRONMENT}
     self.shell = launcher.Shell(self.environment, "/app")
     self.channel.sendall(wire.encode({"ready": True}))
     operations = {

@@ -38,6 +38,7 @@ class LocalSandbox:
     self.workdir = "/app"
     self.default_path = template.search_path(farm.binds)
     self.env: dict[str, str] = {}
+    self._loader = template.loader_settings(farm.binds)
     self._farm = farm
     self._lock = asyncio.Lock()
     self._reader: asyncio.StreamReader | None = None
@@ -51,7 +52,10 @@ class LocalSandbox:
 
   async def start(self) -> None:
     """Boots it; raises `SandboxError` naming the call that was refused."""
-    settings = {**dataclasses.asdict(self.limits), "path": self.default_path}
+    settings = {
+      **dataclasses.asdict(self.limits),
+      "environment": {"PATH": self.default_path, **self._loader},
+    }
     ours, theirs = socket.socketpair()
     with theirs:
       try:
@@ -104,10 +108,13 @@ class LocalSandbox:
     env: Mapping[str, str],
     output_bytes: int,
   ) -> base.ExecResult:
-    """Runs a program in the verifier's view, in exactly this environment."""
+    """Runs a program in the verifier's view, in exactly this environment.
+
+    (And with the loader's path, where the sandbox's Python needs one.)
+    """
     extra = {
-      "view": "verifier", "argv": list(argv), "cwd": cwd, "env": dict(env),
-      "output_bytes": output_bytes,
+      "view": "verifier", "argv": list(argv), "cwd": cwd,
+      "env": {**self._loader, **env}, "output_bytes": output_bytes,
     }  # fmt: skip
     return await self._exec(b"", timeout_sec, extra)
 

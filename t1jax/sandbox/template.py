@@ -12,6 +12,7 @@ import os
 import shutil
 import stat
 import sys
+import sysconfig
 from collections.abc import Mapping
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
@@ -74,6 +75,17 @@ def python_bind() -> dict[str, str]:
 def search_path(binds: Mapping[str, str]) -> str:
   """PATH of commands in a sandbox that has these binds."""
   return _PATH + (f":{PYTHON_PREFIX}/bin" if PYTHON_PREFIX in binds else "")
+
+
+def loader_settings(binds: Mapping[str, str]) -> dict[str, str]:
+  """Environment without which that Python would not find its own library.
+
+  Empty unless it is bound and linked to a libpython in its prefix, which has
+  another name inside.
+  """
+  if PYTHON_PREFIX in binds and sysconfig.get_config_var("Py_ENABLE_SHARED"):
+    return {"LD_LIBRARY_PATH": f"{PYTHON_PREFIX}/lib"}
+  return {}
 
 
 def build(path: str, binds: dict[str, str], first_id: int | None) -> None:

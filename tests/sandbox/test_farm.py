@@ -424,10 +424,15 @@ def test_a_python_from_elsewhere_is_found_inside(monkeypatch):
     async with Farm() as farm, farm.sandbox() as sandbox:
       run = await sandbox.exec(["/opt/python/bin/python3", "-c", look])
       path = await sandbox.exec("echo $PATH; ls -a /root; touch /opt/python/x")
-      return run.text, path.text
+      await sandbox.open_verifier()
+      checked = await sandbox.exec_verifier(
+        ["/bin/sh", "-c", f"exec /opt/python/bin/python3 -c '{look}'"],
+        timeout_sec=10, cwd="/", env={}, output_bytes=1000,
+      )  # fmt: skip
+      return run.text, path.text, checked.text
 
-  run, path = asyncio.run(main())
-  assert run == "/opt/python 2\n"
+  run, path, checked = asyncio.run(main())
+  assert run == checked == "/opt/python 2\n"
   assert path.splitlines()[0].endswith(":/opt/python/bin")
   assert "pyenv" not in path and "Read-only" in path
 
