@@ -60,11 +60,15 @@ def agreement(
       forbidden_ids=rl.forbidden_ids,
       replay=replay,
     )
-    recorded = np.asarray(batch.routes)
-    known = (recorded >= 0).all(-1)
-    used = np.sort(np.asarray(routes), -1)
-    same += int(((used == np.sort(recorded, -1)).all(-1) & known).sum())
-    pairs += int(known.sum())
+    # Against the trajectories, not the batch: packing is under test as well.
+    used_LxBxSxK = np.asarray(routes)
+    for span in micro.spans:
+      recorded = np.sort(trajectories[span.index].routes[:-1], -1)
+      row, where = span.where
+      used = used_LxBxSxK[:, row, where][:, :-1].transpose(1, 0, 2)
+      known = (recorded >= 0).all(-1)
+      same += int(((np.sort(used, -1) == recorded).all(-1) & known).sum())
+      pairs += int(known.sum())
     change = np.asarray(logprobs) - np.asarray(batch.behaviour_logprobs)
     ratios.append(change[np.asarray(batch.loss_mask)])
   log_ratio = np.concatenate(ratios) if ratios else np.zeros(0, np.float32)

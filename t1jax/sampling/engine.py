@@ -21,6 +21,7 @@ import numpy as np
 from t1jax.models.config import ModelConfig
 from t1jax.sampling import cache as kv
 from t1jax.sampling import decode as programs
+from t1jax.sampling.shapes import fit, ladder
 
 _prefill = functools.partial(
   jax.jit, static_argnames=("cfg", "columns"), donate_argnames="cache"
@@ -153,11 +154,11 @@ class Engine:
     self._allowed_V[list(forbidden_ids)] = False
     self._steps = min(decode_steps, max_len)
     self._prefill_rows = min(prefill_rows, num_slots)
-    self._columns = _ladder(
+    self._columns = ladder(
       "columns", columns or (max_len, -(-max_len // 2)), max_len
     )
     narrowest = self._columns[0]
-    self._buckets = _ladder(
+    self._buckets = ladder(
       "prefill_buckets", prefill_buckets, min(max(prefill_buckets), narrowest)
     )
     if self._steps > narrowest:
@@ -165,7 +166,7 @@ class Engine:
         f"Engine decode_steps={self._steps} exceeds the narrowest of "
         f"columns={self._columns}; lower decode_steps or widen columns."
       )
-    self._decode_rows = _ladder(
+    self._decode_rows = ladder(
       "decode_rows",
       decode_rows or (num_slots, max(1, num_slots // 4)),
       min(max(decode_rows or (num_slots,)), num_slots),
@@ -346,7 +347,7 @@ class Engine:
 
   def _run_prefill(self, sessions: list[_Session]) -> None:
     rows = self._prefill_rows
-    bucket = _fit(self._buckets, max(len(s.pending) - 1 for s in sessions))
+    bucket = fit(self._buckets, max(len(s.pending) - 1 for s in sessions))
     tokens_RxS = np.zeros((rows, bucket), np.int32)
     starts_R, lengths_R = np.zeros((2, rows), np.int32)
     slots_R, placed = self._place(sessions, rows)
@@ -364,7 +365,7 @@ class Engine:
       starts_R,
       lengths_R,
       cfg=self.cfg,
-      columns=_fit(self._columns, int((starts_R + lengths_R).max())),
+      columns=fit(self._columns, int((starts_R + lengths_R).max())),
     )
     routes_RxSxLxK = np.asarray(routes_RxSxLxK)
     self._cache = cache
@@ -376,7 +377,7 @@ class Engine:
         del session.pending[:length]
 
   def _run_decode(self, sessions: list[_Session]) -> list[Generation]:
-    num_rows = _fit(self._decode_rows, len(sessions))
+    num_rows = fit(self._decode_rows, len(sessions))
     slots_R, placed = self._place(sessions, num_rows)
     rows = programs.Rows(
       slots=slots_R,
@@ -402,7 +403,7 @@ class Engine:
       self._stop_id,
       cfg=self.cfg,
       steps=self._steps,
-      columns=_fit(self._columns, int(ends_R.max())),
+      columns=fit(self._columns, int(ends_R.max())),
     )
     chunk = jax.tree.map(np.asarray, chunk)
     self._cache = cache
@@ -485,18 +486,6 @@ def _session_key(seed: Sequence[int]) -> np.ndarray:
       )
     key = jax.random.fold_in(key, np.uint32(part))
   return np.asarray(jax.random.key_data(key))
-
-
-def _ladder(name: str, sizes: Sequence[int], top: int) -> tuple[int, ...]:
-  """Ascending sizes, cut at `top` and ending in it."""
-  for size in sizes:
-    _check_at_least(name, size, 1)
-  return tuple(sorted({min(size, top) for size in (*sizes, top)}))
-
-
-def _fit(ladder: tuple[int, ...], size: int) -> int:
-  """The smallest rung that holds `size`, or the last."""
-  return next((rung for rung in ladder if rung >= size), ladder[-1])
 
 
 def _check_at_least(name: str, value: int, bound: int) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from t1jax.models import params as model_params
 from t1jax.models.config import ModelConfig
+from t1jax.rl import batching
 from t1jax.rl.agreement import agreement
 from t1jax.rl.settings import RLConfig
 from t1jax.rollout.trajectory import Outcome, TrajectoryBuilder
@@ -80,6 +81,21 @@ def test_a_changed_route_is_seen(played):
   on = agreement(params, changed, CFG, RL, replay=True)
   assert on["agreement"] == 1.0
   assert on["logprob_gap"] > 1e-4  # other experts, other numbers
+
+
+@pytest.mark.parametrize("axis", [0, 2])  # another layer's, the token's before
+def test_misplaced_routes_are_seen(played, monkeypatch, axis):
+  params, trajectories = played
+  pack = batching.pack
+
+  def misplace(*args, **kwargs):
+    for micro in pack(*args, **kwargs):
+      routes = np.roll(micro.batch.routes, 1, axis)
+      yield dataclasses.replace(micro, batch=micro.batch.replace(routes=routes))
+
+  monkeypatch.setattr(batching, "pack", misplace)
+  found = agreement(params, trajectories, CFG, RL, replay=True)
+  assert found["agreement"] < 0.9
 
 
 def test_no_trajectory_no_gap():

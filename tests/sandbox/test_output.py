@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t1jax.sandbox.inside import Output
+from t1jax.sandbox.output import Output
 
 
 @given(st.lists(st.binary(max_size=50)), st.integers(1, 60))
