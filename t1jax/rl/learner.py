@@ -197,6 +197,44 @@ def warm_up_critic(
   return state, metrics
 
 
+def estimate_credit(
+  critic: dict,
+  trajectories: Sequence[Trajectory],
+  cfg: ModelConfig,
+  rl: RLConfig,
+) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray], dict[int, np.ndarray]]:
+  """Values, advantages and returns as an update with this critic has them.
+
+  Args:
+    critic: parameters from before the update.
+    trajectories: the whole rollout batch: whitening is over all of it.
+    cfg: the actor's model.
+    rl: settings.
+
+  Returns:
+    Three dicts from a trajectory's index to [T] float32, 0 outside the action
+    tokens but for values; infra failures are in none of them.
+  """
+  kept = [
+    index
+    for index, trajectory in enumerate(trajectories)
+    if trajectory.outcome.status != "infra_failure"
+  ]
+  micros = batching.pack(
+    trajectories,
+    indices=kept,
+    buckets=rl.buckets,
+    token_budget=rl.token_budget,
+    num_moe_layers=cfg.num_moe_layers,
+    top_k=cfg.top_k,
+  )
+  values = _values(critic, [micros], cfg)
+  advantages, returns = credit.estimate(trajectories, values, rl)
+  if rl.whiten:
+    advantages = credit.whiten(advantages, trajectories)
+  return values, advantages, returns
+
+
 def critic_step(
   state: LearnerState,
   micro_batches: Sequence[MicroBatch],
@@ -314,14 +352,7 @@ def _per_trajectory(groups, run):
 
 def _estimate(critic, groups, trajectories, cfg, rl, lam):
   """Fills values, advantages and returns in; also their statistics."""
-  values = _per_trajectory(
-    groups,
-    lambda micro: programs.value_pass(
-      critic,
-      micro.batch.replace(routes=None, reference_logprobs=None),
-      cfg=cfg.critic(),
-    ),
-  )
+  values = _values(critic, groups, cfg)
   advantages, returns = credit.estimate(trajectories, values, rl, lam=lam)
   flat = {
     name: credit.at_actions(arrays, trajectories)
@@ -348,6 +379,17 @@ def _estimate(critic, groups, trajectories, cfg, rl, lam):
     for group in groups
   ]
   return groups, metrics
+
+
+def _values(critic, groups, cfg):
+  return _per_trajectory(
+    groups,
+    lambda micro: programs.value_pass(
+      critic,
+      micro.batch.replace(routes=None, reference_logprobs=None),
+      cfg=cfg.critic(),
+    ),
+  )
 
 
 def _with_logprobs(params, groups, cfg, rl, field, *, replay=None):

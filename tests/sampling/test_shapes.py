@@ -12,7 +12,13 @@ def test_a_ladder_ascends_and_ends_at_the_top():
 
 def test_the_smallest_rung_that_holds_it_fits():
   rungs = ladder("columns", (16, 64), 128)
-  assert [fit(rungs, n) for n in (1, 16, 17, 128, 500)] == [16, 16, 64, 128, 128]
+  assert [fit(rungs, n) for n in (1, 16, 17, 128, 500)] == [
+    16,
+    16,
+    64,
+    128,
+    128,
+  ]
 
 
 def test_a_size_below_one_is_named():
