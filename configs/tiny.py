@@ -57,7 +57,7 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
       num_slots=128,
       temperature=1.0,
       dtype="float32",
-      decode_rows=(16, 64),
+      decode_rows=64,
       decode_steps=8,
       prefill_rows=8,
       prefill_buckets=(16, 64),
@@ -130,6 +130,6 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
     config.rl.update(iterations=1, episodes=13, keep=13)
     # One shape of each program: compiling is most of so short a run.
     config.sampler.update(
-      num_slots=16, decode_rows=(16,), prefill_buckets=(64,), columns=(256,)
+      num_slots=16, decode_rows=16, prefill_buckets=(64,), columns=(256,)
     )
   return config

@@ -12,7 +12,8 @@ read or written, so `submit` and `close` never wait for the device.
 import dataclasses
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,10 +75,10 @@ class _Session:
 class Engine:
   """Samples for up to `num_slots` episodes at once.
 
-  The same seed, weights and inputs give the same tokens in any slot beside
-  any neighbours, up to float rounding: programs of other shapes add up in
-  another order, so a draw flips only where two candidates tie to within about
-  1e-6 (float32).
+  The same seed, weights and inputs give the same tokens, log-probs and routes,
+  bit for bit, in any slot, beside any neighbours and whenever they arrive: a
+  program of another shape adds up in another order, so a session's own state
+  alone picks the shape of each program that it runs in.
   """
 
   def __init__(
@@ -92,7 +93,7 @@ class Engine:
     dtype: str | None = None,
     prefill_rows: int = 8,
     prefill_buckets: Sequence[int] = (16, 64),
-    decode_rows: Sequence[int] | None = None,
+    decode_rows: int | None = None,
     decode_steps: int = 8,
     columns: Sequence[int] | None = None,
   ):
@@ -107,18 +108,17 @@ class Engine:
       temperature: default of `open`; 0 = greedy.
       dtype: "float32" or "bfloat16": weights, cache and compute while
         sampling; None keeps the model's compute dtype.
-      prefill_rows: most sessions in one prefill program.
-      prefill_buckets: token widths of prefill; a longer append runs in
-        several chunks, one a step.
-      decode_rows: batch sizes of decode; the smallest that holds the active
-        sessions runs. With more active ones than the largest, the turns
-        submitted first run first. None: num_slots and a quarter of it.
+      prefill_rows: sessions in one prefill program.
+      prefill_buckets: token widths of prefill; an append runs in the smallest
+        that holds it, a longer one in several chunks, one a step.
+      decode_rows: sessions in one decode program. With more active ones of
+        one width, the turns submitted first run first. None: num_slots.
       decode_steps: steps per chunk; new requests join between chunks.
-      columns: cache widths that programs attend over; the smallest that
-        holds the sessions at hand is used. None: max_len and half of it.
+      columns: cache widths that programs attend over; a session runs in the
+        smallest that holds it. None: max_len and half of it.
 
     Every combination that occurs compiles once, at most
-    len(columns) * (len(prefill_buckets) + len(decode_rows)) programs.
+    len(columns) * (len(prefill_buckets) + 1) programs.
 
     Raises:
       ValueError: naming the argument.
@@ -129,6 +129,8 @@ class Engine:
     _check_at_least("max_len", max_len, 2)
     _check_at_least("prefill_rows", prefill_rows, 1)
     _check_at_least("decode_steps", decode_steps, 1)
+    if decode_rows is not None:
+      _check_at_least("decode_rows", decode_rows, 1)
     _check_temperature(temperature)
     for name, ids in (
       ("stop_id", (stop_id,)),
@@ -166,11 +168,7 @@ class Engine:
         f"Engine decode_steps={self._steps} exceeds the narrowest of "
         f"columns={self._columns}; lower decode_steps or widen columns."
       )
-    self._decode_rows = ladder(
-      "decode_rows",
-      decode_rows or (num_slots, max(1, num_slots // 4)),
-      min(max(decode_rows or (num_slots,)), num_slots),
-    )
+    self._decode_rows = min(decode_rows or num_slots, num_slots)
     self._device = threading.Lock()
     self._host = threading.Lock()
     self._sessions: dict[int, _Session] = {}
@@ -332,28 +330,41 @@ class Engine:
         waiting = [
           s for s in self._sessions.values() if s.budget and len(s.pending) > 1
         ]
-      # Like lengths together, so that few rows are padded to a long bucket.
-      waiting.sort(key=lambda s: len(s.pending))
-      for first in range(0, len(waiting), self._prefill_rows):
-        self._run_prefill(waiting[first : first + self._prefill_rows])
+      for (width, columns), group in _by(self._prefill_shape, waiting):
+        for first in range(0, len(group), self._prefill_rows):
+          part = group[first : first + self._prefill_rows]
+          self._run_prefill(part, width, columns)
       with self._host:
         ready = [
           s for s in self._sessions.values() if s.budget and len(s.pending) == 1
         ]
       # First come, first served: no turn waits for ever for a row.
       ready.sort(key=lambda s: s.turn)
-      ready = ready[: self._decode_rows[-1]]
-      return self._run_decode(ready) if ready else []
+      generations = []
+      for columns, group in _by(self._decode_shape, ready):
+        generations += self._run_decode(group[: self._decode_rows], columns)
+      return generations
 
-  def _run_prefill(self, sessions: list[_Session]) -> None:
+  def _prefill_shape(self, session: _Session) -> tuple[int, int]:
+    """Tokens and columns of the session's next prefill program."""
+    width = fit(self._buckets, len(session.pending) - 1)
+    end = session.length + min(width, len(session.pending) - 1)
+    return width, fit(self._columns, end)
+
+  def _decode_shape(self, session: _Session) -> int:
+    """Columns of the session's next decode program."""
+    return fit(self._columns, session.length + min(session.budget, self._steps))
+
+  def _run_prefill(
+    self, sessions: list[_Session], width: int, columns: int
+  ) -> None:
     rows = self._prefill_rows
-    bucket = fit(self._buckets, max(len(s.pending) - 1 for s in sessions))
-    tokens_RxS = np.zeros((rows, bucket), np.int32)
+    tokens_RxS = np.zeros((rows, width), np.int32)
     starts_R, lengths_R = np.zeros((2, rows), np.int32)
     slots_R, placed = self._place(sessions, rows)
     for row, session in zip(placed, sessions):
       # The last pending token is left for decode, which samples after it.
-      chunk = session.pending[: min(bucket, len(session.pending) - 1)]
+      chunk = session.pending[: min(width, len(session.pending) - 1)]
       tokens_RxS[row, : len(chunk)] = chunk
       starts_R[row], lengths_R[row] = session.length, len(chunk)
     cache, self._cache = self._cache, None
@@ -365,7 +376,7 @@ class Engine:
       starts_R,
       lengths_R,
       cfg=self.cfg,
-      columns=fit(self._columns, int((starts_R + lengths_R).max())),
+      columns=columns,
     )
     routes_RxSxLxK = np.asarray(routes_RxSxLxK)
     self._cache = cache
@@ -376,8 +387,10 @@ class Engine:
         session.length += int(length)
         del session.pending[:length]
 
-  def _run_decode(self, sessions: list[_Session]) -> list[Generation]:
-    num_rows = fit(self._decode_rows, len(sessions))
+  def _run_decode(
+    self, sessions: list[_Session], columns: int
+  ) -> list[Generation]:
+    num_rows = self._decode_rows
     slots_R, placed = self._place(sessions, num_rows)
     rows = programs.Rows(
       slots=slots_R,
@@ -393,7 +406,6 @@ class Engine:
       rows.budgets[row] = session.budget
       rows.keys[row] = session.key
       rows.temperatures[row] = session.temperature
-    ends_R = rows.positions + np.minimum(rows.budgets, self._steps)
     cache, self._cache = self._cache, None
     cache, chunk = _decode(
       self._params,
@@ -403,7 +415,7 @@ class Engine:
       self._stop_id,
       cfg=self.cfg,
       steps=self._steps,
-      columns=fit(self._columns, int(ends_R.max())),
+      columns=columns,
     )
     chunk = jax.tree.map(np.asarray, chunk)
     self._cache = cache
@@ -475,6 +487,14 @@ class Engine:
         f"session {session} is not open (closed, or never opened here)."
       )
     return self._sessions[session]
+
+
+def _by(shape: Callable[[_Session], Any], sessions: list[_Session]):
+  """(shape, its sessions in their order), from the smallest shape up."""
+  groups: dict[Any, list[_Session]] = {}
+  for session in sessions:
+    groups.setdefault(shape(session), []).append(session)
+  return sorted(groups.items())
 
 
 def _session_key(seed: Sequence[int]) -> np.ndarray:

@@ -30,7 +30,7 @@ def played():
   params["embed"] = params["embed"].at[20].multiply(30.0)
   engine = Engine(
     CFG, num_slots=6, max_len=60, stop_id=STOP, forbidden_ids=FORBIDDEN,
-    prefill_buckets=(16,), columns=(60,), decode_rows=(6,),
+    prefill_buckets=(16,), columns=(60,), decode_rows=6,
   )  # fmt: skip
   engine.load(params, 0)
   builders = {}

@@ -25,7 +25,7 @@ STOP = 1
 FORBIDDEN = (0, 2, 3)
 # Every shape the shared engine may compile.
 PREFILL_BUCKETS = (4, 8)
-DECODE_ROWS = (2, 6)
+DECODE_ROWS = 4
 COLUMNS = (32, 64)
 
 
