@@ -39,7 +39,7 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
       moe_layers=(1, 2, 3),
     ),
     data=dict(  # tasks per family
-      demonstrations=8,
+      demonstrations=9,
       validation=8,
       train=800,
       heldout=20,
@@ -57,11 +57,11 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
       num_slots=128,
       temperature=1.0,
       dtype="float32",
-      decode_rows=64,
+      decode_rows=32,
       decode_steps=8,
       prefill_rows=8,
       prefill_buckets=(16, 64),
-      columns=(128, 256),
+      columns=(256,),
     ),
     sandboxes=48,  # alive at once while demonstrations are recorded
     sft=dict(
@@ -71,7 +71,11 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
       tolerance=0.01,  # relative; less is not better
       optimizer=dict(learning_rate=3e-4, warmup_steps=20, b2=0.98),
     ),
-    warm_up=dict(episodes=416, evaluation=104),
+    warm_up=dict(
+      episodes=832,
+      evaluation=60,  # tasks that the critic does not learn from ...
+      attempts=4,  # ... each tried so often
+    ),
     rl=dict(
       iterations=40,
       episodes=208,
@@ -93,7 +97,7 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
       critic=dict(learning_rate=7.5e-4, warmup_steps=4, b2=0.99),
       actor_minibatches=4,
       critic_minibatches=8,
-      warmup_minibatches=26,
+      warmup_minibatches=52,
       warmup_epochs=3,
       buckets=(256,),
       token_budget=4096,
@@ -126,10 +130,8 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
   if "smoke" in variant:
     config.data.update(demonstrations=2, validation=1, train=4, heldout=1)
     config.sft.max_epochs = 2
-    config.warm_up.update(episodes=13, evaluation=13)
+    config.warm_up.update(episodes=13, evaluation=6, attempts=2)
     config.rl.update(iterations=1, episodes=13, keep=13)
     # One shape of each program: compiling is most of so short a run.
-    config.sampler.update(
-      num_slots=16, decode_rows=16, prefill_buckets=(64,), columns=(256,)
-    )
+    config.sampler.update(num_slots=16, decode_rows=16, prefill_buckets=(64,))
   return config

@@ -197,24 +197,31 @@ HEADLINE = (
 def warm_up(
   run: Run, state: learner.LearnerState, stream: TaskStream
 ) -> tuple[learner.LearnerState, dict[str, Any]]:
-  """One pass of the critic over rollouts of the frozen actor."""
+  """One pass of the critic over rollouts of the frozen actor.
+
+  Its explained variance is measured on tasks that it did not learn from, each
+  tried several times.
+  """
   sizes = run.config.warm_up
-  total = sizes.episodes + sizes.evaluation
-  run.progress.phase("warm-up", total=2)
-  played = rollout(run, "rl", state.actor, 0, stream, step=0, episodes=total)
+  run.progress.phase("warm-up", total=3)
+  played = rollout(run, "rl", state.actor, 0, stream, step=0,
+                   episodes=sizes.episodes)  # fmt: skip
   run.progress.update(1)
+  held = rollout(run, "critic", state.actor, 0, stream, step=0,
+                 first=sizes.episodes, episodes=sizes.evaluation,
+                 attempts=sizes.attempts)  # fmt: skip
+  run.progress.update(2)
   state, numbers = learner.warm_up_critic(
-    state,
-    played[: sizes.episodes],
-    run.setting.model,
-    run.rl,
-    evaluation=played[sizes.episodes :],
+    state, played, run.setting.model, run.rl, evaluation=held
   )
   run.metrics.write(first_step(run.config, "rl"), "warm_up", numbers)
+  prefix = "explained_variance_"
   variance = {
-    when: numbers[f"explained_variance_{when}"] for when in ("before", "after")
+    name.removeprefix(prefix): number
+    for name, number in numbers.items()
+    if name.startswith(prefix)
   }
-  run.progress.update(2, **variance)
+  run.progress.update(3, **variance)
   return state, {"explained_variance": variance}
 
 
@@ -238,8 +245,9 @@ def imitate_successes(run: Run, sft: Any, data: epath.Path) -> tuple[Any, dict]:
       stream.cursor = host["cursor"]
     else:  # the episodes that PPO spends on warming up its critic
       sizes = config.warm_up
+      episodes = sizes.episodes + sizes.evaluation * sizes.attempts
       played = rollout(run, name, state.params, 0, stream, step=0,
-                       episodes=sizes.episodes + sizes.evaluation)  # fmt: skip
+                       episodes=episodes)  # fmt: skip
       state, _ = imitate_batch(run, state, played, optimizer, 0)
     for iteration in range(host["iteration"] + 1, config.rl.iterations + 1):
       played = rollout(run, name, state.params, iteration, stream,
@@ -326,14 +334,30 @@ def rollout(
   *,
   step: int,
   episodes: int,
+  attempts: int = 1,
+  first: int = 0,
   keep: int | None = None,
 ) -> list[Trajectory]:
-  """Plays the next `episodes` training tasks, scores and records them."""
-  attempts = [
-    Attempt(task, 0, (run.config.seed, step, number, 0))
-    for number, task in enumerate(stream.take(episodes))
+  """Plays the next training tasks, scores and records what was played.
+
+  Args:
+    run: the run.
+    stage: names the file, with `step`.
+    params: the policy.
+    version: its weight version.
+    stream: where the tasks come from.
+    step: keys the random draws, with the number of the task and the attempt.
+    episodes: how many tasks.
+    attempts: how often each is tried.
+    first: number of the first task.
+    keep: see `rollout.collect`.
+  """
+  tries = [
+    Attempt(task, attempt, (run.config.seed, step, number, attempt))
+    for number, task in enumerate(stream.take(episodes), start=first)
+    for attempt in range(attempts)
   ]
-  played = run.arena.play(params, version, attempts, keep=keep)
+  played = run.arena.play(params, version, tries, keep=keep)
   scored = keep_scored(run, f"{stage}-{step:05d}", played)
   check_infra(run, played, tolerated=0.5)
   return scored

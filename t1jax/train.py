@@ -53,6 +53,7 @@ _AT_LEAST_ONE = (
   "sft.max_epochs",
   "sft.patience",
   "warm_up.episodes",
+  "warm_up.attempts",
   "rl.iterations",
   "rl.episodes",
   "rl.keep",

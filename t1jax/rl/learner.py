@@ -10,6 +10,7 @@ their own count.
 
 import dataclasses
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 
 import flax.struct
@@ -167,16 +168,18 @@ def warm_up_critic(
       variance is measured on them; without any, on the training ones.
 
   Returns:
-    The new state; metrics with `explained_variance_before` and `_after`.
+    The new state; metrics with `explained_variance_before` and `_after`, over
+    all action tokens; afterwards also `_first_action`, over the episodes'
+    first action tokens alone, and `_within_task`, over deviations from the
+    mean of all attempts at a task (0 unless tasks are tried more than once).
   """
   kept, infra = trainable(trajectories)
   held, _ = trainable(evaluation)
   judged = held or kept
   metrics = {"infra_failures": float(infra)}
   clock = statistics.Clock()
-  judge = _minibatches(judged, cfg, rl, 1, 0)
   lam = rl.warmup_lambda
-  before = _estimate(state.critic, judge, judged, cfg, rl, lam)[1]
+  before = _quality(state.critic, judged, cfg, rl)
   # The critic starts from nothing: there is no old value to stay close to.
   free = dataclasses.replace(rl, value_clip=0.0)
   reports = []
@@ -187,11 +190,12 @@ def warm_up_critic(
       if any(micro.num_actions for micro in group):
         state, report = critic_step(state, group, cfg, free)
         reports.append(report)
-  after = _estimate(state.critic, judge, judged, cfg, rl, lam)[1]
+  after = _quality(state.critic, judged, cfg, rl)
   metrics |= statistics.mean_of(reports)
   metrics["critic_updates"] = float(len(reports))
-  for name, found in (("before", before), ("after", after)):
-    metrics[f"explained_variance_{name}"] = found.get("explained_variance", 0.0)
+  metrics["explained_variance_before"] = before.pop("all")
+  metrics["explained_variance_after"] = after.pop("all")
+  metrics |= {f"explained_variance_{name}": x for name, x in after.items()}
   clock.lap("warm_up")
   metrics |= clock.metrics(sum(len(t) for t in kept) * rl.warmup_epochs)
   return state, metrics
@@ -390,6 +394,32 @@ def _values(critic, groups, cfg):
       cfg=cfg.critic(),
     ),
   )
+
+
+def _quality(critic, trajectories, cfg, rl):
+  """Explained variance of the warm-up's targets, three ways."""
+  values = _values(critic, _minibatches(trajectories, cfg, rl, 1, 0), cfg)
+  _, returns = credit.estimate(trajectories, values, rl, lam=rl.warmup_lambda)
+  by_task = defaultdict(list)
+  for index, trajectory in enumerate(trajectories):
+    if trajectory.loss_mask.any():
+      by_task[trajectory.task].append(index)
+  found = {
+    name: ([np.zeros(0)], [np.zeros(0)])
+    for name in ("all", "first_action", "within_task")
+  }
+  for indices in by_task.values():
+    masks = [trajectories[i].loss_mask for i in indices]
+    for side, arrays in enumerate((values, returns)):
+      parts = [arrays[i][m] for i, m in zip(indices, masks, strict=True)]
+      whole = np.concatenate(parts).astype(np.float64)
+      found["all"][side].append(whole)
+      found["first_action"][side].append([part[0] for part in parts])
+      found["within_task"][side].append(whole - whole.mean())
+  return {
+    name: explained_variance(*(np.concatenate(side) for side in sides))
+    for name, sides in found.items()
+  }
 
 
 def _with_logprobs(params, groups, cfg, rl, field, *, replay=None):

@@ -57,7 +57,9 @@ def test_the_job_runs_whole_and_says_what_it_found(finished):
     assert 0 <= low <= rate <= high <= 1
   assert summary["n_heldout"] == 2
   assert summary["replay_agreement"] == 1.0
-  assert set(summary["explained_variance"]) == {"before", "after"}
+  assert set(summary["explained_variance"]) == {
+    "before", "after", "first_action", "within_task",
+  }  # fmt: skip
   assert summary["wall_seconds"] > 0 and "rl_share_of_gain" in summary
   records = [
     json.loads(line)
@@ -81,9 +83,10 @@ def test_the_job_runs_whole_and_says_what_it_found(finished):
 def test_every_episode_is_recorded(finished):
   stages = ("base", "sft", "rl", "control")
   episodes = {  # of each file
-    "rl-00000": 26,  # critic warm-up
+    "rl-00000": 13,  # critic warm-up
+    "critic-00000": 12,  # ... and what it is judged on: six tasks, twice
     "rl-00001": 13,
-    "control-00000": 26,
+    "control-00000": 25,
     "control-00001": 13,
     **{f"evaluation-{stage}": 2 for stage in stages},
   }

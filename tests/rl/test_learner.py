@@ -289,7 +289,9 @@ def test_warm_up_teaches_the_critic_and_leaves_the_actor(
     t = make_trajectory(rng, ((2, 1), (2, 0)), reward=float(index % 2))
     tokens = t.tokens.copy()
     tokens[:3] = 7 + index % 2
-    trajectories.append(dataclasses.replace(t, tokens=tokens))
+    # Both endings occur in every task.
+    task = f"task {index // 4}"
+    trajectories.append(dataclasses.replace(t, tokens=tokens, task=task))
   rl = dataclasses.replace(RL, warmup_epochs=6, warmup_minibatches=2)
   state = start(rl)
   before = _host((state.actor, state.actor_opt))
@@ -300,6 +302,13 @@ def test_warm_up_teaches_the_critic_and_leaves_the_actor(
   assert metrics["critic_updates"] == 12.0
   assert metrics["explained_variance_before"] == pytest.approx(0.0, abs=1e-6)
   assert metrics["explained_variance_after"] > 0.5
+  assert metrics["explained_variance_first_action"] > 0.5
+  assert metrics["explained_variance_within_task"] > 0.5
+  alone = [
+    dataclasses.replace(t, task=str(i)) for i, t in enumerate(trajectories)
+  ]
+  _, metrics = learner.warm_up_critic(state, alone[:16], cfg, rl)
+  assert metrics["explained_variance_within_task"] == 0.0
 
 
 def test_state_is_all_arrays(start):
