@@ -2,6 +2,7 @@ import io
 import json
 import os
 import pty
+import select
 
 import hypothesis
 import numpy as np
@@ -153,7 +154,9 @@ def test_on_a_terminal_progress_is_live():
       progress.phase("sft", total=3)
       progress.update(2, loss=0.25)
       progress.say("[bold] is text")
-    shown = os.read(parent, 65536).decode()
+    shown = ""  # a terminal hands over what it has got so far
+    while "is text" not in shown and select.select([parent], [], [], 10)[0]:
+      shown += os.read(parent, 65536).decode()
   os.close(parent)
   assert "2/3" in shown
   assert "loss 0.25" in shown
