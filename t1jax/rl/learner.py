@@ -201,44 +201,6 @@ def warm_up_critic(
   return state, metrics
 
 
-def estimate_credit(
-  critic: dict,
-  trajectories: Sequence[Trajectory],
-  cfg: ModelConfig,
-  rl: RLConfig,
-) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray], dict[int, np.ndarray]]:
-  """Values, advantages and returns as an update with this critic has them.
-
-  Args:
-    critic: parameters from before the update.
-    trajectories: the whole rollout batch: whitening is over all of it.
-    cfg: the actor's model.
-    rl: settings.
-
-  Returns:
-    Three dicts from a trajectory's index to [T] float32, 0 outside the action
-    tokens but for values; infra failures are in none of them.
-  """
-  kept = [
-    index
-    for index, trajectory in enumerate(trajectories)
-    if trajectory.outcome.status != "infra_failure"
-  ]
-  micros = batching.pack(
-    trajectories,
-    indices=kept,
-    buckets=rl.buckets,
-    token_budget=rl.token_budget,
-    num_moe_layers=cfg.num_moe_layers,
-    top_k=cfg.top_k,
-  )
-  values = _values(critic, [micros], cfg)
-  advantages, returns = credit.estimate(trajectories, values, rl)
-  if rl.whiten:
-    advantages = credit.whiten(advantages, trajectories)
-  return values, advantages, returns
-
-
 def critic_step(
   state: LearnerState,
   micro_batches: Sequence[MicroBatch],

@@ -22,7 +22,7 @@ import numpy as np
 from t1jax.models.config import ModelConfig
 from t1jax.sampling import cache as kv
 from t1jax.sampling import decode as programs
-from t1jax.sampling.shapes import fit, ladder
+from t1jax.sampling.shapes import check_at_least, fit, ladder, place
 
 _prefill = functools.partial(
   jax.jit, static_argnames=("cfg", "columns"), donate_argnames="cache"
@@ -125,12 +125,12 @@ class Engine:
     """
     if dtype is not None:
       cfg = dataclasses.replace(cfg, compute_dtype=dtype, param_dtype=dtype)
-    _check_at_least("num_slots", num_slots, 1)
-    _check_at_least("max_len", max_len, 2)
-    _check_at_least("prefill_rows", prefill_rows, 1)
-    _check_at_least("decode_steps", decode_steps, 1)
+    check_at_least("num_slots", num_slots, 1)
+    check_at_least("max_len", max_len, 2)
+    check_at_least("prefill_rows", prefill_rows, 1)
+    check_at_least("decode_steps", decode_steps, 1)
     if decode_rows is not None:
-      _check_at_least("decode_rows", decode_rows, 1)
+      check_at_least("decode_rows", decode_rows, 1)
     _check_temperature(temperature)
     for name, ids in (
       ("stop_id", (stop_id,)),
@@ -267,7 +267,7 @@ class Engine:
       EngineError: unknown session, or one whose turn still runs.
       ValueError: for ids outside the vocabulary or max_new_tokens < 1.
     """
-    _check_at_least("max_new_tokens", max_new_tokens, 1)
+    check_at_least("max_new_tokens", max_new_tokens, 1)
     new_ids = [int(i) for i in new_ids]
     for at, token in enumerate(new_ids):
       if not 0 <= token < self.cfg.vocab_size:
@@ -361,7 +361,7 @@ class Engine:
     rows = self._prefill_rows
     tokens_RxS = np.zeros((rows, width), np.int32)
     starts_R, lengths_R = np.zeros((2, rows), np.int32)
-    slots_R, placed = self._place(sessions, rows)
+    slots_R, placed = place([s.slot for s in sessions], rows, self.num_slots)
     for row, session in zip(placed, sessions):
       # The last pending token is left for decode, which samples after it.
       chunk = session.pending[: min(width, len(session.pending) - 1)]
@@ -391,7 +391,9 @@ class Engine:
     self, sessions: list[_Session], columns: int
   ) -> list[Generation]:
     num_rows = self._decode_rows
-    slots_R, placed = self._place(sessions, num_rows)
+    slots_R, placed = place(
+      [s.slot for s in sessions], num_rows, self.num_slots
+    )
     rows = programs.Rows(
       slots=slots_R,
       tokens=np.zeros(num_rows, np.int32),
@@ -464,23 +466,6 @@ class Engine:
     session.tokens, session.logprobs, session.routes = [], [], []
     return generation
 
-  def _place(
-    self, sessions: list[_Session], rows: int
-  ) -> tuple[np.ndarray, list[int]]:
-    """Lays sessions out in a program of `rows` rows.
-
-    Returns:
-      slots [rows] int32, distinct: a padding row names any slot not in use
-      here, which is safe because it writes back what it read; and each
-      session's row. With a row for every slot, row r is slot r.
-    """
-    used = [s.slot for s in sessions]
-    if rows == self.num_slots:
-      return np.arange(rows, dtype=np.int32), used
-    others = sorted(set(range(self.num_slots)) - set(used))
-    slots = np.array(used + others[: rows - len(used)], np.int32)
-    return slots, list(range(len(sessions)))
-
   def _session(self, session: int) -> _Session:
     if session not in self._sessions:
       raise EngineError(
@@ -506,11 +491,6 @@ def _session_key(seed: Sequence[int]) -> np.ndarray:
       )
     key = jax.random.fold_in(key, np.uint32(part))
   return np.asarray(jax.random.key_data(key))
-
-
-def _check_at_least(name: str, value: int, bound: int) -> None:
-  if value < bound:
-    raise ValueError(f"Engine {name} is {value}; it must be >= {bound}.")
 
 
 def _check_temperature(value: float) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from t1jax.sampling.shapes import fit, ladder
+from t1jax.sampling.shapes import fit, ladder, place
 
 
 def test_a_ladder_ascends_and_ends_at_the_top():
@@ -19,6 +19,13 @@ def test_the_smallest_rung_that_holds_it_fits():
     128,
     128,
   ]
+
+
+def test_padding_rows_name_slots_that_nobody_uses():
+  slots, rows = place([4, 1], 4, 6)
+  assert slots.tolist() == [4, 1, 0, 2] and rows == [0, 1]
+  slots, rows = place([4, 1], 6, 6)
+  assert slots.tolist() == [0, 1, 2, 3, 4, 5] and rows == [4, 1]
 
 
 def test_a_size_below_one_is_named():
