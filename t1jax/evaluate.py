@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import jax
+import numpy as np
 from absl import flags
 from etils import epath
 from ml_collections import config_dict
@@ -33,6 +34,7 @@ from t1jax.rollout.collect import Attempt, Routing, Runner, collect
 from t1jax.rollout.trajectory import Trajectory, TrajectoryError
 from t1jax.sampling.client import EngineClient
 from t1jax.sampling.engine import Engine
+from t1jax.sampling.log import Log
 from t1jax.sandbox.base import Limits, SandboxError
 from t1jax.sandbox.environment import install_environment
 from t1jax.sandbox.farm import Farm
@@ -155,12 +157,14 @@ class Arena:
   def __init__(self, config: config_dict.ConfigDict, setting: Setting):
     self._setting = setting
     self._slots = config.sampler.num_slots
+    self._log = Log(setting.limits.max_tokens)
     with configs.user_errors("config section sampler", ValueError, TypeError):
       self._engine = Engine(
         setting.model,
         max_len=setting.limits.max_tokens,
         stop_id=setting.chat.stop_id,
         forbidden_ids=setting.chat.forbidden_ids,
+        log=self._log,
         **config.sampler,
       )
     self._farm = Farm(max_sandboxes=max(config.sandboxes, self._slots))
@@ -203,6 +207,10 @@ class Arena:
       await install_environment(sandbox, task)
       yield sandbox
 
+  def take_log(self) -> dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]:
+    """What the engine ran in the last `play`: see `sampling.log`."""
+    return self._log.take()
+
   def play(
     self,
     params: Any,
@@ -213,6 +221,7 @@ class Arena:
     on_done: Callable[[Trajectory], None] = lambda trajectory: None,
   ) -> list[Trajectory]:
     """Plays attempts with these parameters; see `rollout.collect`."""
+    self._log.take()  # what nobody asked for
     self._engine.load(params, weight_version)
     model = self._setting.model
     runner = Runner(

@@ -34,7 +34,7 @@ from t1jax.rl import batching, learner, supervised
 from t1jax.rl.agreement import agreement
 from t1jax.rl.critic import init_from_actor
 from t1jax.rl.settings import OptimizerConfig, RLConfig
-from t1jax.rollout import storage
+from t1jax.rollout import drift, storage
 from t1jax.rollout.collect import Attempt
 from t1jax.rollout.trajectory import Demonstration, Trajectory
 from t1jax.tasks import datasets
@@ -132,9 +132,10 @@ def reinforce(run: Run, sft: Any, data: epath.Path) -> tuple[Any, dict]:
         "iteration": 0,
         "cursor": stream.cursor,
         "facts": facts,
+        "drift": dataclasses.asdict(drift.Drift()),
       }
       checkpoints.save(0, state, host)
-    facts = host["facts"]
+    facts, drifted = host["facts"], drift.Drift(**host["drift"])
     run.progress.phase("ppo", total=config.rl.iterations)
     for iteration in range(host["iteration"] + 1, config.rl.iterations + 1):
       clock = time.monotonic()
@@ -142,11 +143,18 @@ def reinforce(run: Run, sft: Any, data: epath.Path) -> tuple[Any, dict]:
                        stream, step=iteration, episodes=config.rl.episodes,
                        keep=config.rl.keep)  # fmt: skip
       rollout_seconds = time.monotonic() - clock
-      state, numbers = learner.ppo_update(state, played, cfg, run.rl)
+      packed: list[batching.MicroBatch] = []
+      state, numbers = learner.ppo_update(
+        state, played, cfg, run.rl, observe=packed.extend
+      )
+      seeds = [t.seed for t in learner.trainable(played)[0]]
+      found = drift.audit(packed, seeds, run.arena.take_log())
+      drifted += found
       numbers |= {
         "seconds_rollout": rollout_seconds,
         "seconds_step": time.monotonic() - clock,
         **episode_seconds(played),
+        **found.facts(),
       }
       run.metrics.write(first + iteration, "ppo", numbers)
       run.progress.update(
@@ -156,12 +164,13 @@ def reinforce(run: Run, sft: Any, data: epath.Path) -> tuple[Any, dict]:
       done = iteration == config.rl.iterations
       if done:
         facts |= {"logprob_gap": numbers["logprob_gap"]}
-        facts |= routing_facts(run, state.actor, played)
+        facts |= routing_facts(run, state.actor, played) | drifted.facts()
       if done or iteration % config.rl.checkpoint_every == 0:
         host |= {
           "iteration": iteration,
           "cursor": stream.cursor,
           "facts": facts,
+          "drift": dataclasses.asdict(drifted),
         }
         checkpoints.save(iteration, state, host)
   finish_stage(run, name, state.actor, facts)

@@ -82,6 +82,7 @@ class Trajectory:
     outcome: see Outcome.
     task, family, domain: which task was tried.
     attempt: which try at the task this is.
+    seed: what keyed every random draw of the episode.
   """
 
   tokens: np.ndarray
@@ -95,6 +96,7 @@ class Trajectory:
   family: str = ""
   domain: str = ""
   attempt: int = 0
+  seed: tuple[int, ...] = ()
 
   def __len__(self) -> int:
     return len(self.tokens)
