@@ -29,6 +29,7 @@ from t1jax.evaluate import (
   Setting,
   base_directory,
   keep_compiled_programs,
+  learner_settings,
   load_stage,
   read_setting,
 )
@@ -121,16 +122,8 @@ def read_rl(config: config_dict.ConfigDict, setting: Setting) -> RLConfig:
     )
   with configs.user_errors("config section rl"):
     schemes.check(config.rl.reward, config.rl.max_assertions)
-  with configs.user_errors("config sections ppo, sft, control, pretrain"):
-    rl = RLConfig.from_dict(
-      {
-        **config.ppo,
-        "max_turns": config.limits.max_turns,
-        "seed": config.seed,
-        "temperature": config.sampler.temperature,
-        "forbidden_ids": setting.chat.forbidden_ids,
-      }
-    )
+  rl = learner_settings(config, setting)
+  with configs.user_errors("config sections sft, control, pretrain"):
     for section in (config.sft, config.pretrain):
       OptimizerConfig.from_dict(section.optimizer)
     OptimizerConfig(learning_rate=config.control.learning_rate)
