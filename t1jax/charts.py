@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 _WIDTH, _HEIGHT = 360, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 8, 8, 34
 _LINES = 6  # that the style sheet tells apart
+_PICTURES = {"\n": "↵", "\t": "⇥"}  # that every font has
 _TABLE_ROWS = 50  # of a chart's table; more are thinned out
 
 
@@ -45,26 +46,43 @@ def plain(text: object) -> str:
 
 
 def _shown(character: str) -> str:
-  if character < "\x20":
-    return chr(0x2400 + ord(character))  # the picture of that control
+  if character in _PICTURES:
+    return _PICTURES[character]
   if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp"):
     return f"\\u{{{ord(character):x}}}"
   return html.escape(character)
 
 
 def number(value: float) -> str:
-  """A number in about four digits."""
+  """A number in about three digits."""
   if isinstance(value, int) or (value == int(value) and abs(value) < 1e6):
     return str(int(value))
-  if abs(value) < 1e-3:
-    return f"{value:.1e}".replace("e-0", "e-")
-  return f"{value:.4g}"
+  if abs(value) < 1e-3 or abs(value) >= 1e6:
+    return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")
+  return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def percent(value: float) -> str:
-  """A share of one as a percentage."""
-  digits = 3 if 0 < abs(value) < 1e-3 or 0 < abs(1 - value) < 1e-3 else 1
-  return f"{100 * value:.{digits}f}".removesuffix(f".{'0' * digits}") + " %"
+  """A share of one as a percentage, with more digits near 0 and 1."""
+  near = 0 < abs(value) < 1e-3 or 0 < abs(1 - value) < 1e-3
+  digits = 3 if near else 1
+  shown = f"{100 * value:.{digits}f}".removesuffix(f".{'0' * digits}")
+  return f"{shown}\N{NO-BREAK SPACE}%"
+
+
+def interval(low: float, high: float) -> str:
+  """A range of shares as percentages."""
+  return f"{100 * low:.1f} to {100 * high:.1f}\N{NO-BREAK SPACE}%"
+
+
+def duration(seconds: float) -> str:
+  """Seconds as a person says them."""
+  whole = round(seconds)
+  if whole < 120:
+    return f"{whole} s"
+  if whole < 7200:
+    return f"{whole // 60} min {whole % 60} s"
+  return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 def line_chart(
@@ -281,7 +299,9 @@ class Html(str):
 
 
 def _content(cell: str) -> str:
-  return cell if isinstance(cell, Html) else plain(cell)
+  if isinstance(cell, Html):
+    return cell
+  return plain(cell).replace("_", "_<wbr>")  # names are long on telephones
 
 
 def bar(

@@ -15,10 +15,11 @@ from etils import epath
 
 from t1jax.charts import Html, number, plain, table
 from t1jax.checkpoint import CheckpointError, Checkpoints, abstract
+from t1jax.config import user_errors
 from t1jax.models import params as model_params
 from t1jax.models.config import ModelConfig
 from t1jax.models.tokenizer import Tokenizer
-from t1jax.rl import credit, learner
+from t1jax.rl import batching, credit, learner
 from t1jax.rl.settings import RLConfig
 from t1jax.rollout import storage
 from t1jax.rollout.trajectory import Trajectory, TrajectoryError
@@ -121,9 +122,14 @@ def give_credit(
   batch: Batch, critic: dict, how: str, cfg: ModelConfig, rl: RLConfig
 ) -> Batch:
   """Values and advantages of a batch; whitening is over all of it."""
-  values, advantages, _ = learner.estimate_credit(
-    critic, batch.trajectories, cfg, rl
-  )
+  with user_errors(
+    f"trajectories/{batch.name}.array_record does not fit the run's config",
+    batching.BatchingError,
+    credit.CreditError,
+  ):
+    values, advantages, _ = learner.estimate_credit(
+      critic, batch.trajectories, cfg, rl
+    )
   return dataclasses.replace(
     batch, values=values, advantages=advantages, critic=how
   )
@@ -133,26 +139,26 @@ def choose(batch: Batch | None, evaluation: Batch | None) -> list[Choice]:
   """Up to two episodes of a training batch, and two of an evaluation."""
   choices = []
   if batch and batch.values:
-    first = {
-      index: float(values[np.argmax(batch.trajectories[index].loss_mask)])
-      for index, values in batch.values.items()
+    values = {  # at the actions
+      index: array[batch.trajectories[index].loss_mask]
+      for index, array in batch.values.items()
       if batch.trajectories[index].loss_mask.any()
     }
-    wins = [i for i in first if batch.trajectories[i].outcome.success]
-    losses = [i for i in first if not batch.trajectories[i].outcome.success]
+    wins = [i for i in values if batch.trajectories[i].outcome.success]
+    losses = [i for i in values if i not in wins]
     if wins:
-      index = min(wins, key=first.__getitem__)
+      index = min(wins, key=lambda i: values[i].min())
       choices.append(Choice(batch, index, (
-        "the success that the critic expected least: its value at the first "
-        f"action was {number(first[index])}, the lowest of {len(wins)} "
+        "the success that once looked worst: the critic's value fell to "
+        f"{number(float(values[index].min()))}, the lowest of the {len(wins)} "
         "successful episodes of this batch"
       )))  # fmt: skip
     if losses:
-      index = max(losses, key=first.__getitem__)
+      index = max(losses, key=lambda i: values[i].max())
       choices.append(Choice(batch, index, (
-        "the failure that the critic expected least: its value at the first "
-        f"action was {number(first[index])}, the highest of {len(losses)} "
-        "failed episodes of this batch"
+        "the failure that once looked best: the critic's value rose to "
+        f"{number(float(values[index].max()))}, the highest of the "
+        f"{len(losses)} failed episodes of this batch"
       )))  # fmt: skip
   if evaluation:
     verdicts: dict[str, list[bool]] = {}
@@ -240,14 +246,12 @@ def _article(
   trajectory = batch.trajectories[index]
   outcome = trajectory.outcome
   verdict = "success" if outcome.success else "failure"
-  version = sorted(set(trajectory.weight_version.tolist()))
   about = [
     f"{batch.name}, episode {index}",
     f"status {outcome.status}",
     f"reward {number(outcome.reward)}",
     f"{trajectory.num_turns} turns",
     f"{len(trajectory)} tokens, {int(trajectory.loss_mask.sum())} sampled",
-    f"policy version {', '.join(map(str, version))}",
   ]
   seconds = ", ".join(f"{k} {v:.1f}" for k, v in outcome.seconds.items())
   about += [f"seconds: {seconds}"] if seconds else []

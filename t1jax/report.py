@@ -15,9 +15,7 @@ report stays.
 """
 
 import collections
-import dataclasses
 import datetime
-import json
 import math
 import pathlib
 import sys
@@ -26,15 +24,14 @@ from typing import Any
 
 import numpy as np
 from etils import epath
-from ml_collections import config_dict
 
 from t1jax import config as configs
-from t1jax import episodes, stages
+from t1jax import curves, episodes
 from t1jax.charts import (
   Html,
-  Series,
   bar,
-  line_chart,
+  duration,
+  interval,
   number,
   percent,
   plain,
@@ -49,46 +46,19 @@ from t1jax.evaluate import (
   learner_settings,
   read_setting,
 )
-from t1jax.metrics import (
-  METRICS_FILE,
-  SUMMARY_FILE,
-  read_metrics,
-  wilson_interval,
-  write_atomically,
-)
+from t1jax.metrics import SUMMARY_FILE, wilson_interval, write_atomically
 from t1jax.models.tokenizer import SentencePieceTokenizer
+from t1jax.recorded import Recorded, read
 
 REPORT_FILE = "report.html"
 # A stage's name here, and the line of the charts whose colour it has.
-STAGES = {
+_STAGES = {
   "base": ("base", 3),
   "sft": ("warm start", 2),
   "rl": ("PPO", 0),
   "control": ("control", 1),
 }
 _RESAMPLES = 4000
-
-
-@dataclasses.dataclass(frozen=True)
-class Recorded:
-  """What a run directory holds, read and found whole."""
-
-  workdir: epath.Path
-  source: str  # the value of --config
-  config: config_dict.ConfigDict
-  records: Sequence[Mapping[str, Any]]  # of metrics.jsonl
-  summary: Mapping[str, Any]  # {} while the run is not finished
-  evaluations: Mapping[str, Mapping[str, Any]]  # stage -> its figures
-  batches: Mapping[str, episodes.Batch]  # stage -> its evaluation's episodes
-
-  def phase(self, name: str) -> list[Mapping[str, Any]]:
-    return [r for r in self.records if r.get("phase") == name]
-
-  def iterations(self, phase: str, key: str) -> list[tuple[int, float | None]]:
-    """(update of that phase, number) of one metric; also where it is null."""
-    start = {"ppo": "rl"}.get(phase, phase)
-    first = stages.first_step(self.config, start)
-    return [(r["step"] - first, r[key]) for r in self.phase(phase) if key in r]
 
 
 def main(argv: Sequence[str]) -> None:
@@ -133,63 +103,15 @@ def write_or_say_why_not(workdir: epath.PathLike) -> None:
     )
 
 
-# ---- reading
-
-
-def read(workdir: epath.PathLike) -> Recorded:
-  """Reads a run directory; what is there must be whole."""
-  workdir = epath.Path(workdir)
-  config = configs.read_config(workdir)
-  if not (workdir / METRICS_FILE).exists():
-    raise configs.UserError(
-      f"{workdir} has no {METRICS_FILE}: nothing is recorded there yet; start "
-      "the training command, or restore that file"
-    )
-  files = {s: workdir / "evaluations" / f"{s}.json" for s in STAGES}
-  evaluations = {s: _read_json(f) for s, f in files.items() if f.exists()}
-  for stage, result in evaluations.items():
-    for key in ("strict_success", "interval", "n_heldout", "by_family"):
-      if key not in result:
-        raise configs.UserError(f"{files[stage]} has no {key}; restore it")
-  return Recorded(
-    workdir=workdir,
-    source=str(_read_json(workdir / configs.CONFIG_FILE).get("source", "")),
-    config=config,
-    records=read_metrics(workdir),
-    summary=_read_json(workdir / SUMMARY_FILE, missing={}),
-    evaluations=evaluations,
-    batches={
-      s: episodes.load_batch(workdir, f"evaluation-{s}") for s in evaluations
-    },
-  )
-
-
-def _read_json(path: epath.Path, missing: Any = None) -> dict[str, Any]:
-  if missing is not None and not path.exists():
-    return missing
-  try:
-    loaded = json.loads(path.read_text())
-    if not isinstance(loaded, dict):
-      raise ValueError(f"a {type(loaded).__name__}, expected an object")
-  except ValueError as error:
-    raise configs.UserError(
-      f"{path} is damaged ({error}); restore it, or delete it"
-    ) from error
-  return loaded
-
-
-# ---- the page
-
-
 def render(run: Recorded) -> str:
   """The whole page."""
   title = f"t1jax: {run.workdir.name}"
   parts = (
     ("What was run", _header(run)),
     ("What was reached", _headline(run)),
-    ("Training", _curves(run)),
+    ("Training", curves.draw(run)),
     ("Success by family and domain", _by_group(run)),
-    ("Where the time went", _time(run)),
+    ("Where the time went", curves.time_spent(run)),
     ("Episodes, token by token", _episodes(run)),
   )
   body = "".join(
@@ -217,7 +139,7 @@ def _header(run: Recorded) -> str:
   if run.records:
     first, last = run.records[0], run.records[-1]
     if "wall_seconds" in last:
-      facts.append(("worked", _duration(last["wall_seconds"])))
+      facts.append(("worked", duration(last["wall_seconds"])))
     if "time" in first:
       facts.append(
         ("recorded", f"{_utc(first['time'])} to {_utc(last['time'])}")
@@ -277,12 +199,12 @@ def _headline(run: Recorded) -> str:
     return ""
   rows = []
   for stage, result in run.evaluations.items():
-    name, line = STAGES[stage]
+    name, line = _STAGES[stage]
     rate, (low, high) = result["strict_success"], result["interval"]
     rows.append((
       name,
       bar(rate, percent(rate), line=line, interval=(low, high)),
-      f"{percent(low)} to {percent(high)}",
+      interval(low, high),
       str(result["n_heldout"]),
     ))  # fmt: skip
   success = table(
@@ -338,11 +260,10 @@ def _paired(run: Recorded) -> Iterable[tuple[str, str, str]]:
       ("base", "sft", "rl"),
       lambda m: _ratio(m[2] - m[1], m[2] - m[0]),
     )
-    share = run.summary.get("rl_share_of_gain", share)
     yield (
       "PPO's share of the whole gain",
       percent(share),
-      f"95 %: {percent(low)} to {percent(high)}",
+      f"95 %: {interval(low, high)}",
     )
 
 
@@ -386,130 +307,26 @@ def _scalars(run: Recorded) -> Iterable[tuple[str, str, str]]:
     )
   known = {
     "replay_agreement": (
-      "expert choices that the learner replays as the sampler made them",
+      "expert choices equal to the sampler's, with replay",
       percent,
     ),
-    "free_agreement": ("the same without replay", percent),
+    "free_agreement": (
+      "expert choices equal to the sampler's, without replay",
+      percent,
+    ),
     "logprob_gap": ("mean log-prob gap, learner to sampler (nats)", number),
     "drift_rate": ("tokens that drifted between sampler and learner", percent),
-    "wall_seconds": ("time worked", _duration),
-    "hours": ("time worked", lambda hours: _duration(3600 * hours)),
+    "wall_seconds": ("time worked", duration),
+    "hours": ("time worked", lambda hours: duration(3600 * hours)),
   }
   elsewhere = ("rl_share_of_gain", "n_heldout", "strict_success")
   for name, value in run.summary.items():
-    if not isinstance(value, int | float) or name in elsewhere:
+    if name in elsewhere or not isinstance(value, int | float):
+      continue
+    if not math.isfinite(value):
       continue
     words, show = known.get(name, (name.replace("_", " "), number))
     yield words, show(value), name
-
-
-def _curves(run: Recorded) -> str:
-  """The small multiples."""
-  scheme = run.config.get("rl", {}).get("reward", "")
-
-  def ppo(key: str, name: str) -> Series:
-    return Series(name, run.iterations("ppo", key))
-
-  per_iteration = {"x_label": "PPO iteration"}
-  share = {"bounds": (0.0, None), "show": percent}
-  figures = (
-    line_chart(
-      "Success while learning",
-      [
-        ppo("success", "PPO"),
-        Series("control", run.iterations("control", "success")),
-      ],
-      note="on training tasks, by the policy before each update",
-      unit="share of episodes",
-      bounds=(0.0, 1.0),
-      show=percent,
-      **per_iteration,
-    ),
-    line_chart(
-      "Reward by scheme",
-      [
-        ppo(f"reward_{part}", part + (" (trained)" if part == scheme else ""))
-        for part in ("spr", "fdr", "t1_dense", "fraction")
-      ],
-      note="mean per episode; one is trained on, the others are for comparison",
-      bounds=(0.0, None),
-      **per_iteration,
-    ),
-    line_chart(
-      "Explained variance of the critic",
-      [ppo("explained_variance", "before each update")],
-      note="1 is perfect, 0 no better than a constant",
-      bounds=(0.0, 1.0),
-      **per_iteration,
-    ),
-    line_chart(
-      "Learner against sampler",
-      [
-        ppo("logprob_gap_max", "largest log-prob gap"),
-        ppo("logprob_gap", "mean log-prob gap"),
-        ppo("k3", "k3 divergence"),
-      ],
-      note="the same weights and tokens, scored by two programs",
-      unit="nats, logarithmic",
-      log=True,
-      **per_iteration,
-    ),
-    line_chart(
-      "Clipped by PPO",
-      [
-        ppo("clip_fraction_low", "ratio below the range"),
-        ppo("clip_fraction_high", "above it"),
-      ],
-      unit="share of sampled tokens",
-      **share,
-      **per_iteration,
-    ),
-    line_chart(
-      "Entropy of the policy",
-      [ppo("entropy", "mean over sampled tokens")],
-      unit="nats",
-      bounds=(0.0, None),
-      **per_iteration,
-    ),
-    line_chart(
-      "Expert load",
-      [ppo("load_violation", "largest violation")],
-      note="how far the busiest expert exceeds the mean load, 0 is balanced",
-      unit="times the mean",
-      bounds=(0.0, None),
-      **per_iteration,
-    ),
-    line_chart(
-      "Routes that were not replayed",
-      [ppo("fallback_fraction", "chosen anew by the learner")],
-      unit="share of tokens",
-      bounds=(0.0, 0.01),
-      show=percent,
-      **per_iteration,
-    ),
-    line_chart(
-      "Warm start",
-      [
-        Series("validation", run.iterations("sft", "validation_loss")),
-        Series("training batch", run.iterations("sft", "loss")),
-      ],
-      unit="cross-entropy, nats per token",
-      bounds=(0.0, None),
-      x_label="update",
-    ),
-    line_chart(
-      "Making the base",
-      [
-        Series("validation", run.iterations("pretrain", "validation_loss")),
-        Series("training batch", run.iterations("pretrain", "loss")),
-      ],
-      unit="cross-entropy, nats per token",
-      bounds=(0.0, None),
-      x_label="update",
-    ),
-  )
-  drawn = "".join(figures)
-  return f'<div class="charts">{drawn}</div>' if drawn else ""
 
 
 def _by_group(run: Recorded) -> str:
@@ -536,13 +353,17 @@ def _group_table(run: Recorded, group: str, caption: str) -> str:
   groups = sorted({g for of in counts.values() for g in of})
   if not groups:
     return ""
-  totals = [max(of[g][1] for of in counts.values()) for g in groups]
   rows = [
-    [g, *(_rate(*of[g], STAGES[s][1]) for s, of in counts.items()), str(total)]
-    for g, total in zip(groups, totals, strict=True)
+    [
+      f"{g} ({max(of[g][1] for of in counts.values())})",
+      *(_rate(*of[g], _STAGES[s][1]) for s, of in counts.items()),
+    ]
+    for g in groups
   ]
   return table(
-    [group, *(STAGES[s][0] for s in counts), "tasks"], rows, caption=caption
+    [f"{group} (tasks)", *(_STAGES[s][0] for s in counts)],
+    rows,
+    caption=f"{caption}, with 95 % intervals",
   )
 
 
@@ -553,93 +374,6 @@ def _rate(successes: int, trials: int, line: int) -> Html | str:
   return bar(
     rate, percent(rate), line=line, interval=wilson_interval(successes, trials)
   )
-
-
-def _time(run: Recorded) -> str:
-  """Seconds of the run by phase, of an iteration and of an episode by part."""
-  if not run.records:
-    return ""
-  spent: dict[str, float] = {}
-  before = 0.0
-  for record in run.records:
-    now = record.get("wall_seconds", before)
-    phase = record.get("phase", "")
-    spent[phase] = spent.get(phase, 0.0) + max(0.0, now - before)
-    before = now
-  names = {
-    "evaluation": "evaluations, and the data before the first",
-    "sft": "warm start",
-    "warm_up": "critic warm-up",
-    "ppo": "PPO",
-    "control": "control",
-    "pretrain": "base model and its data",
-  }
-  parts = [
-    _seconds_table(
-      {names.get(p, p): s for p, s in spent.items()},
-      "The run, by phase",
-      "phase",
-      _duration,
-    )
-  ]
-  iterations = run.phase("ppo")
-  means = _means(iterations, "seconds_")
-  step = means.get("step", 0.0)
-  if step:
-    work = {
-      "rollout": "rollouts: episodes in sandboxes",
-      "values": "critic: values",
-      "logprobs": "actor: log-probs before the update",
-      "critic": "critic: update",
-      "actor": "actor: update",
-    }
-    shown = {words: means.get(key, 0.0) for key, words in work.items()}
-    shown["the rest"] = max(0.0, step - sum(shown.values()))
-    parts.append(
-      _seconds_table(
-        shown,
-        f"A PPO iteration: {step:.1f} s, mean of {len(iterations)}",
-        "part",
-        lambda seconds: f"{seconds:.2f} s",
-      )
-    )
-  waits = _means(iterations, "episode_seconds_")
-  played = sum(r.get("episodes", 0) for r in iterations)
-  if waits and played:
-    scale = len(iterations) / played
-    words = {
-      "boot": "its sandbox to boot",
-      "model": "the sampler, shared with other episodes",
-      "shell": "its commands",
-      "verify": "its verdict",
-    }
-    parts.append(
-      _seconds_table(
-        {words.get(k, k): s * scale for k, s in waits.items()},
-        "An episode of PPO, by what it waited for",
-        "waiting for",
-        lambda seconds: f"{seconds:.2f} s",
-      )
-    )
-  return f'<div class="charts">{"".join(parts)}</div>'
-
-
-def _seconds_table(seconds, caption, heading, show) -> str:
-  whole = sum(seconds.values()) or 1.0
-  rows = [
-    (name, bar(s / whole, show(s)), percent(s / whole))
-    for name, s in seconds.items()
-  ]
-  return table([heading, "time", "share"], rows, caption=caption)
-
-
-def _means(records, prefix) -> dict[str, float]:
-  found: dict[str, list[float]] = {}
-  for record in records:
-    for key, value in record.items():
-      if key.startswith(prefix) and value is not None:
-        found.setdefault(key.removeprefix(prefix), []).append(value)
-  return {key: sum(v) / len(v) for key, v in found.items()}
 
 
 def _episodes(run: Recorded) -> str:
@@ -682,15 +416,6 @@ def _episodes(run: Recorded) -> str:
     "keys, to read its id, log-prob, value, advantage, turn and experts.</p>"
   )
   return intro + episodes.section(choices, tokenizer, setting.model)
-
-
-def _duration(seconds: float) -> str:
-  whole = round(seconds)
-  if whole < 120:
-    return f"{whole} s"
-  if whole < 7200:
-    return f"{whole // 60} min {whole % 60} s"
-  return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 def _utc(seconds: float) -> str:

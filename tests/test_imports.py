@@ -27,9 +27,9 @@ HOUSE = (
   {"smc"},
   {"bench"},
   {"checkpoint", "metrics", "config", "charts"},
-  # The programs, and the parts of the training program.
+  # The programs, and the parts of the training program and of the report.
   {"train", "evaluate", "precompile", "serve", "report"}
-  | {"corpus", "stages", "episodes"},
+  | {"corpus", "stages", "recorded", "curves", "episodes"},
 )
 FLOOR = {room: i for i, rooms in enumerate(HOUSE) for room in rooms}
 # What their workers start with must start in milliseconds, so never JAX.
