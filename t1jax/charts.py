@@ -79,10 +79,12 @@ def duration(seconds: float) -> str:
   """Seconds as a person says them."""
   whole = round(seconds)
   if whole < 120:
-    return f"{whole} s"
-  if whole < 7200:
-    return f"{whole // 60} min {whole % 60} s"
-  return f"{whole // 3600} h {whole % 3600 // 60} min"
+    words = f"{whole} s"
+  elif whole < 7200:
+    words = f"{whole // 60} min {whole % 60} s"
+  else:
+    words = f"{whole // 3600} h {whole % 3600 // 60} min"
+  return words.replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def line_chart(

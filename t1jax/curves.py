@@ -125,7 +125,7 @@ def time_spent(run: Recorded) -> str:
     spent[phase] = spent.get(phase, 0.0) + max(0.0, now - before)
     before = now
   names = {
-    "evaluation": "evaluations, and the data before the first",
+    "evaluation": "evaluations, with the data",
     "sft": "warm start",
     "warm_up": "critic warm-up",
     "ppo": "PPO",
@@ -158,7 +158,7 @@ def time_spent(run: Recorded) -> str:
         shown,
         f"A PPO iteration: {step:.1f} s, mean of {len(iterations)}",
         "part",
-        lambda seconds: f"{seconds:.2f} s",
+        _precise,
       )
     )
   waits = _means(iterations, "episode_seconds_")
@@ -176,19 +176,23 @@ def time_spent(run: Recorded) -> str:
         {words.get(k, k): s * scale for k, s in waits.items()},
         "An episode of PPO, by what it waited for",
         "waiting for",
-        lambda seconds: f"{seconds:.2f} s",
+        _precise,
       )
     )
   return f'<div class="charts">{"".join(parts)}</div>'
 
 
+def _precise(seconds: float) -> str:
+  return f"{seconds:.2f}\N{NO-BREAK SPACE}s"
+
+
 def _seconds_table(seconds, caption, heading, show) -> str:
   whole = sum(seconds.values()) or 1.0
   rows = [
-    (name, bar(s / whole, show(s)), percent(s / whole))
+    (name, bar(s / whole, percent(s / whole)), show(s))
     for name, s in seconds.items()
   ]
-  return table([heading, "time", "share"], rows, caption=caption)
+  return table([heading, "share", "time"], rows, caption=caption)
 
 
 def _means(records, prefix) -> dict[str, float]:

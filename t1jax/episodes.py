@@ -18,7 +18,7 @@ from t1jax.checkpoint import CheckpointError, Checkpoints, abstract
 from t1jax.config import user_errors
 from t1jax.models import params as model_params
 from t1jax.models.config import ModelConfig
-from t1jax.models.tokenizer import Tokenizer
+from t1jax.models.tokenizer import SentencePieceTokenizer
 from t1jax.rl import batching, credit, learner
 from t1jax.rl.settings import RLConfig
 from t1jax.rollout import storage
@@ -190,7 +190,7 @@ def choose(batch: Batch | None, evaluation: Batch | None) -> list[Choice]:
 
 
 def section(
-  choices: Sequence[Choice], tokenizer: Tokenizer, cfg: ModelConfig
+  choices: Sequence[Choice], tokenizer: SentencePieceTokenizer, cfg: ModelConfig
 ) -> str:
   """The episodes as HTML, with a switch for what the colours say.
 
@@ -213,8 +213,8 @@ def section(
     f'<label for="paint-{mode}">{name}</label>' for mode, name in modes.items()
   )
   articles = "".join(
-    _article(number_, choice, tokenizer, cfg)
-    for number_, choice in enumerate(choices, start=1)
+    _article(place, choice, tokenizer, cfg)
+    for place, choice in enumerate(choices, start=1)
   )
   return (
     f'{buttons}<div class="switch"><b>Colour by</b>{labels}{_keys()}</div>'
@@ -240,7 +240,10 @@ def _keys() -> str:
 
 
 def _article(
-  place: int, choice: Choice, tokenizer: Tokenizer, cfg: ModelConfig
+  place: int,
+  choice: Choice,
+  tokenizer: SentencePieceTokenizer,
+  cfg: ModelConfig,
 ) -> str:
   batch, index = choice.batch, choice.index
   trajectory = batch.trajectories[index]
@@ -295,7 +298,7 @@ def _scale_words(batch: Batch) -> str:
 
 def _value_range(batch: Batch) -> tuple[float, float]:
   flat = batch.flat(batch.values)
-  return float(flat.min(initial=np.inf)), float(flat.max(initial=-np.inf))
+  return (float(flat.min()), float(flat.max())) if flat.size else (0.0, 0.0)
 
 
 def _advantage_unit(batch: Batch) -> float:
@@ -305,7 +308,10 @@ def _advantage_unit(batch: Batch) -> float:
 
 
 def _tokens(
-  choice: Choice, place: int, tokenizer: Tokenizer, cfg: ModelConfig
+  choice: Choice,
+  place: int,
+  tokenizer: SentencePieceTokenizer,
+  cfg: ModelConfig,
 ) -> str:
   """Every token in a span of its own, one paragraph per writer and turn."""
   trajectory = choice.batch.trajectories[choice.index]
@@ -320,7 +326,6 @@ def _tokens(
   length = len(trajectory)
   half = _LONGEST // 2
   cut = range(half, length - half) if length > _LONGEST else range(0)
-  controls = {i for i in range(size) if _is_control(tokenizer, i)}
   shades = _shades(choice)
   parts, before = [], None
   for t in range(length):
@@ -336,7 +341,7 @@ def _tokens(
       before = turn, sampled
     token = int(trajectory.tokens[t])
     kind = "t m" if sampled else "t"
-    kind += " control" if token in controls else ""
+    kind += " control" if token in tokenizer.control_ids else ""
     piece = tokenizer.piece(token)
     shown = plain(piece) or "∅"
     shown += "<br>" if piece.endswith("\n") else ""
@@ -349,10 +354,6 @@ def _tokens(
     f'<div class="tokens" role="group" aria-label="{name}">'
     f"{''.join(parts)}</p></div>"
   )
-
-
-def _is_control(tokenizer: Tokenizer, i: int) -> bool:
-  return tokenizer.piece(i).startswith("<|") and not tokenizer.decode([i])
 
 
 def _shades(choice: Choice) -> list[str]:
