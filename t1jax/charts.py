@@ -177,6 +177,7 @@ class _Axis:
       first = math.floor(math.log10(low))
       last = max(math.ceil(math.log10(high)), first + 1)
       stride = -(-(last - first) // 5)
+      last += -(last - first) % stride  # the axis ends on a tick
       ticks = [10.0**e for e in range(first, last + 1, stride)]
       return cls(10.0**first, 10.0**last, *pixels, ticks, log)
     if high - low <= 1e-9 * max(abs(high), abs(low)):  # a level line

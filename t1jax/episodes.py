@@ -182,7 +182,7 @@ def choose(batch: Batch | None, evaluation: Batch | None) -> list[Choice]:
         if t.family == family and t.outcome.success == success
       )
       choices.append(Choice(evaluation, index, (
-        f"the first {word} in {family}, the hardest family with one: "
+        f"the first {word} in {family}, the hardest family that has one: "
         f"{sum(verdicts[family])} of {len(verdicts[family])} of its held-out "
         "tasks succeeded"
       )))  # fmt: skip
