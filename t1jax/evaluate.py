@@ -28,6 +28,7 @@ from t1jax.models import params as model_params
 from t1jax.models.config import ModelConfig
 from t1jax.models.tokenizer import SentencePieceTokenizer, TokenizerError
 from t1jax.rewards import verifier
+from t1jax.rl.settings import RLConfig
 from t1jax.rollout import harness
 from t1jax.rollout.chat import Chat
 from t1jax.rollout.collect import Attempt, Routing, Runner, collect
@@ -109,6 +110,22 @@ def read_setting(
     base_dir=base_directory(config),
     directory_tasks=brought,
   )
+
+
+def learner_settings(
+  config: config_dict.ConfigDict, setting: Setting
+) -> RLConfig:
+  """The learner's settings; raises UserError for one that is out of range."""
+  with configs.user_errors("config section ppo"):
+    return RLConfig.from_dict(
+      {
+        **config.ppo,
+        "max_turns": config.limits.max_turns,
+        "seed": config.seed,
+        "temperature": config.sampler.temperature,
+        "forbidden_ids": setting.chat.forbidden_ids,
+      }
+    )
 
 
 def read_families(config: config_dict.ConfigDict) -> tuple[Family, ...]:

@@ -4,9 +4,9 @@
 
 The run directory holds config.json, metrics.jsonl, TensorBoard events, the
 data, checkpoints, the trajectories of every rollout and evaluation, the policy
-of each stage and summary.json. The same command on the same directory goes on
-where the run was stopped; a finished run is left alone. Any field can be set:
---config.rl.iterations=5.
+of each stage, summary.json and report.html. The same command on the same
+directory goes on where the run was stopped; a finished run is left alone. Any
+field can be set: --config.rl.iterations=5.
 """
 
 import json
@@ -20,7 +20,7 @@ from etils import epath
 from ml_collections import config_dict
 
 from t1jax import config as configs
-from t1jax import corpus, stages
+from t1jax import corpus, report, stages
 from t1jax.checkpoint import export_base
 from t1jax.evaluate import (
   EXPECTED_ERRORS,
@@ -29,6 +29,7 @@ from t1jax.evaluate import (
   Setting,
   base_directory,
   keep_compiled_programs,
+  learner_settings,
   load_stage,
   read_setting,
 )
@@ -102,6 +103,7 @@ def main(argv: Sequence[str]) -> None:
     summary = pretrain(run) if pretraining else train(run)
   write_summary(workdir, summary)
   print(json.dumps(summary, indent=2))
+  report.write_or_say_why_not(workdir)
 
 
 def read_rl(config: config_dict.ConfigDict, setting: Setting) -> RLConfig:
@@ -122,16 +124,8 @@ def read_rl(config: config_dict.ConfigDict, setting: Setting) -> RLConfig:
     )
   with configs.user_errors("config section rl"):
     schemes.check(config.rl.reward, config.rl.max_assertions)
-  with configs.user_errors("config sections ppo, sft, control, pretrain"):
-    rl = RLConfig.from_dict(
-      {
-        **config.ppo,
-        "max_turns": config.limits.max_turns,
-        "seed": config.seed,
-        "temperature": config.sampler.temperature,
-        "forbidden_ids": setting.chat.forbidden_ids,
-      }
-    )
+  rl = learner_settings(config, setting)
+  with configs.user_errors("config sections sft, control, pretrain"):
     for section in (config.sft, config.pretrain):
       OptimizerConfig.from_dict(section.optimizer)
     OptimizerConfig(learning_rate=config.control.learning_rate)

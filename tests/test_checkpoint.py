@@ -143,6 +143,25 @@ def _halve(path):
   path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+def test_a_reader_changes_nothing(tmp_path):
+  with Checkpoints(tmp_path / "c") as saved:
+    saved.save(1, make_state(), {})
+  partial = tmp_path / "c" / "2.orbax-checkpoint-tmp-7"  # being written now
+  partial.mkdir()
+  lines = []
+  with Checkpoints(
+    tmp_path / "c", read_only=True, notify=lines.append
+  ) as saved:
+    assert saved.steps == (1,) and not lines
+    assert_same(
+      one(saved.restore(checkpoint.abstract(make_state())).state),
+      one(make_state()),
+    )
+    with pytest.raises(CheckpointError, match="for reading only"):
+      saved.save(3, make_state(), {})
+  assert partial.exists()
+
+
 @pytest.mark.parametrize(
   ("where", "damage"),
   [

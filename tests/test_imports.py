@@ -26,9 +26,10 @@ HOUSE = (
   {"rsi"},
   {"smc"},
   {"bench"},
-  {"checkpoint", "metrics", "report", "config"},
-  # The programs, and the parts of the training program.
-  {"train", "evaluate", "precompile", "serve", "corpus", "stages"},
+  {"checkpoint", "metrics", "config", "charts"},
+  # The programs, and the parts of the training program and of the report.
+  {"train", "evaluate", "precompile", "serve", "report"}
+  | {"corpus", "stages", "recorded", "curves", "episodes"},
 )
 FLOOR = {room: i for i, rooms in enumerate(HOUSE) for room in rooms}
 # What their workers start with must start in milliseconds, so never JAX.

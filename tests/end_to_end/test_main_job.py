@@ -80,6 +80,13 @@ def test_the_job_runs_whole_and_says_what_it_found(finished):
   assert ppo["infra_failures"] == 0 and ppo["fallback_fraction"] == 0
 
 
+def test_the_job_ends_with_its_report(finished):
+  page = (finished / "report.html").read_text()
+  assert "not finished" not in page
+  for words in ("Success while learning", "paint-advantage", "data-tip="):
+    assert words in page, words
+
+
 def test_every_episode_is_recorded(finished):
   stages = ("base", "sft", "rl", "control")
   episodes = {  # of each file
