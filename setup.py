@@ -24,6 +24,7 @@ REQUIRED = [
   "optax>=0.2.6,<0.3",
   "orbax-checkpoint>=0.11.30,<0.13",
   "rich>=14,<16",
+  "scipy>=1.15,<2",
   "sentencepiece>=0.2.3,<0.3",
   "tensorboardX>=2.6.2,<3",
   "tensorflow-datasets>=4.9.10,<5",

@@ -14,6 +14,10 @@ import math
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 
+from etils import epath
+
+_ASSETS = epath.resource_path("t1jax") / "assets"
+
 # As wide as a column of the page on a telephone, so that text in the drawing
 # is about as large as text around it.
 _WIDTH, _HEIGHT = 360, 200
@@ -85,6 +89,24 @@ def duration(seconds: float) -> str:
   else:
     words = f"{whole // 3600} h {whole % 3600 // 60} min"
   return words.replace(" ", "\N{NO-BREAK SPACE}")
+
+
+def page(title: str, sections: Iterable[tuple[str, str]]) -> str:
+  """A whole page of (heading, HTML), in ASCII: the same in any encoding."""
+  body = "".join(
+    f"<section><h2>{heading}</h2>{content}</section>"
+    for heading, content in sections
+  )
+  style = (_ASSETS / "report.css").read_text()
+  script = (_ASSETS / "report.js").read_text()
+  whole = (
+    '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+    '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    f"<title>{plain(title)}</title><style>{style}</style></head>"
+    f"<body><main><h1>{plain(title)}</h1>{body}</main>"
+    f"<script>{script}</script></body></html>\n"
+  )
+  return whole.encode("ascii", "xmlcharrefreplace").decode()
 
 
 def line_chart(

@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -134,6 +135,25 @@ def load_config(spec: str) -> config_dict.ConfigDict:
   """
   name, _, arg = spec.partition(".py:")
   path = epath.Path(name + ".py" if arg else spec)
+  get_config = getattr(load_module(path), "get_config", None)
+  if get_config is None:
+    raise UserError(f"{path} has no get_config(arg=None); it is not a config")
+  if arg and not inspect.signature(get_config).parameters:
+    raise UserError(f"{path} takes no argument, but was given {arg!r}")
+  try:
+    config = get_config(arg) if arg else get_config()
+  except UserError as error:
+    raise UserError(f"{path}: {error}") from error
+  if not isinstance(config, config_dict.ConfigDict):
+    raise UserError(
+      f"{path}: get_config returned {type(config).__name__}, not a ConfigDict"
+    )
+  return config.lock()
+
+
+def load_module(path: epath.PathLike) -> types.ModuleType:
+  """Runs a config file; UserError when there is none, or it is broken."""
+  path = epath.Path(path)
   if path.suffix != ".py" or not path.is_file():
     folder = path.parent
     there = [str(p) for p in folder.glob("*.py")] if folder.is_dir() else []
@@ -151,20 +171,7 @@ def load_config(spec: str) -> config_dict.ConfigDict:
     raise UserError(
       f"{path}, line {error.lineno}: {error.msg}; mend the config file"
     ) from error
-  get_config = getattr(module, "get_config", None)
-  if get_config is None:
-    raise UserError(f"{path} has no get_config(arg=None); it is not a config")
-  if arg and not inspect.signature(get_config).parameters:
-    raise UserError(f"{path} takes no argument, but was given {arg!r}")
-  try:
-    config = get_config(arg) if arg else get_config()
-  except UserError as error:
-    raise UserError(f"{path}: {error}") from error
-  if not isinstance(config, config_dict.ConfigDict):
-    raise UserError(
-      f"{path}: get_config returned {type(config).__name__}, not a ConfigDict"
-    )
-  return config.lock()
+  return module
 
 
 @dataclasses.dataclass(frozen=True)

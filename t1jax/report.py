@@ -33,12 +33,12 @@ from t1jax.charts import (
   duration,
   interval,
   number,
+  page,
   percent,
   plain,
   table,
 )
 from t1jax.evaluate import (
-  ASSETS,
   EXPECTED_ERRORS,
   TOKENIZER_FILE,
   base_directory,
@@ -83,10 +83,8 @@ def write(workdir: epath.PathLike) -> epath.Path:
   Raises:
     UserError, or one of EXPECTED_ERRORS: what is missing or damaged.
   """
-  page = render(read(workdir))
   path = epath.Path(workdir) / REPORT_FILE
-  # Whatever encoding a machine writes text in, ASCII is the same in it.
-  write_atomically(path, page.encode("ascii", "xmlcharrefreplace").decode())
+  write_atomically(path, render(read(workdir)))
   return path
 
 
@@ -114,20 +112,7 @@ def render(run: Recorded) -> str:
     ("Where the time went", curves.time_spent(run)),
     ("Episodes, token by token", _episodes(run)),
   )
-  body = "".join(
-    f"<section><h2>{heading}</h2>{content}</section>"
-    for heading, content in parts
-    if content
-  )
-  style = (ASSETS / "report.css").read_text()
-  script = (ASSETS / "report.js").read_text()
-  return (
-    '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-    '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    f"<title>{plain(title)}</title><style>{style}</style></head>"
-    f"<body><main><h1>{plain(title)}</h1>{body}</main>"
-    f"<script>{script}</script></body></html>\n"
-  )
+  return page(title, [part for part in parts if part[1]])
 
 
 def _header(run: Recorded) -> str:

@@ -28,7 +28,7 @@ HOUSE = (
   {"bench"},
   {"checkpoint", "metrics", "config", "charts"},
   # The programs, and the parts of the training program and of the report.
-  {"train", "evaluate", "precompile", "serve", "report"}
+  {"train", "evaluate", "precompile", "serve", "report", "ablate"}
   | {"corpus", "stages", "recorded", "curves", "episodes"},
 )
 FLOOR = {room: i for i, rooms in enumerate(HOUSE) for room in rooms}
