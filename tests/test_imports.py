@@ -27,8 +27,16 @@ HOUSE = (
   {"smc"},
   {"bench"},
   {"checkpoint", "metrics", "report", "config"},
-  # The programs, and the parts of the training program.
-  {"train", "evaluate", "precompile", "serve", "corpus", "stages"},
+  # The programs, the parts of the training program, and what it leaves.
+  {
+    "train",
+    "evaluate",
+    "precompile",
+    "serve",
+    "corpus",
+    "stages",
+    "recorded_run",
+  },
 )
 FLOOR = {room: i for i, rooms in enumerate(HOUSE) for room in rooms}
 # What their workers start with must start in milliseconds, so never JAX.
