@@ -132,12 +132,20 @@ class RecordedRun:
 
   @functools.cached_property
   def checkpoints(self) -> tuple[int, ...]:
-    """PPO iterations after which the learner was saved, oldest first."""
+    """PPO iterations after which the learner was saved, oldest first.
+
+    Raises UserError when there is none (yet).
+    """
     directory = self.workdir / "checkpoints" / "rl"
-    if not directory.exists():
-      return ()
-    with Checkpoints(directory, read_only=True) as saved:
-      return saved.steps
+    steps = ()
+    if directory.exists():
+      with Checkpoints(directory, read_only=True) as saved:
+        steps = saved.steps
+    if not steps:
+      raise configs.UserError(
+        f"{self.workdir} has saved no learner yet; let the run reach PPO"
+      )
+    return steps
 
   def learner_after(self, iteration: int) -> learner.LearnerState:
     """The learner as PPO iteration `iteration` left it, bit by bit.
