@@ -34,7 +34,6 @@ EXTRAS = {
   "test": [
     "hypothesis>=6.130,<7",
     "ipykernel>=7,<8",
-    "jupyter-client>=8,<9",
     "nbclient>=0.10,<0.12",
     "nbformat>=5.10,<6",
     "pytest>=8.3,<10",
