@@ -31,8 +31,12 @@ REQUIRED = [
 ]
 
 EXTRAS = {
+  "notebooks": ["jupyterlab>=4.4,<5"],
   "test": [
     "hypothesis>=6.130,<7",
+    "ipykernel>=7,<8",
+    "nbclient>=0.10,<0.12",
+    "nbformat>=5.10,<6",
     "pytest>=8.3,<10",
     "pytest-xdist>=3.6,<4",
     "ruff>=0.17,<0.18",

@@ -71,12 +71,17 @@ class Checkpoints:
     Args:
       directory: made when missing.
       keep: how many of the latest steps stay.
-      read_only: nothing is made, dropped or saved: another program may be
-        writing there.
+      read_only: change nothing there. What looks half-written may be a save
+        that another program is busy with.
       notify: is told, one line each, of half-written steps that are skipped.
+
+    Raises:
+      CheckpointError: `read_only`, and there is no such directory.
     """
     self.directory = epath.Path(directory)
     self._read_only = read_only
+    if read_only and not self.directory.exists():
+      raise CheckpointError(f"there are no checkpoints in {self.directory}")
     if self.directory.exists() and not read_only:
       for path in sorted(self.directory.iterdir()):
         if _PARTIAL in path.name:
@@ -117,11 +122,10 @@ class Checkpoints:
 
     Waits for the save before it, if that is still being written, and raises
     what went wrong with it: OSError ENOSPC when the disk is full. Raises
-    CheckpointError when the step is there already, or the directory is open
-    for reading only.
+    CheckpointError when the step is there already, or all is read-only.
     """
     if self._read_only:
-      raise CheckpointError(f"{self.directory} is open for reading only")
+      raise CheckpointError(f"{self.directory} was opened to be read only")
     json.dumps(host, allow_nan=False)  # raises here, not in the background
     if step in self._manager.all_steps():
       raise CheckpointError(f"{self.directory}: step {step} is there already")

@@ -46,6 +46,10 @@ class UserError(ValueError):
   what to do, on one line.
   """
 
+  def _render_traceback_(self) -> list[str]:
+    """What a notebook shows (IPython's protocol); programs: `run_program`."""
+    return [f"error: {' '.join(str(self).split())}"]
+
 
 @contextlib.contextmanager
 def user_errors(where: str, *types: type[Exception]) -> Iterator[None]:

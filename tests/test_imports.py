@@ -27,9 +27,10 @@ HOUSE = (
   {"smc"},
   {"bench"},
   {"checkpoint", "metrics", "config", "charts"},
-  # The programs, and the parts of the training program and of the report.
+  # The programs, the parts of the training program and of the report, and what
+  # reads a run.
   {"train", "evaluate", "precompile", "serve", "report", "ablate"}
-  | {"corpus", "stages", "recorded", "curves", "episodes"},
+  | {"corpus", "stages", "recorded", "recorded_run", "curves", "episodes"},
 )
 FLOOR = {room: i for i, rooms in enumerate(HOUSE) for room in rooms}
 # What their workers start with must start in milliseconds, so never JAX.
