@@ -24,6 +24,8 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
+from t1jax import paths
+
 _PARTIAL = ".orbax-checkpoint-tmp"
 _BASE_PARAMS = "params.msgpack"
 _BASE_CARD = "base.json"
@@ -303,9 +305,7 @@ def export_base(
     (_BASE_PARAMS, data),
     (_BASE_CARD, json.dumps(record, indent=2).encode() + b"\n"),
   ):
-    partial = directory / f".{name}.partial"
-    partial.write_bytes(content)
-    partial.replace(directory / name)
+    paths.write_atomically(directory / name, content)
   return len(data)
 
 

@@ -17,13 +17,17 @@ import json
 import os
 import re
 import shutil
+import socket
 import sys
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from absl import flags
 from etils import epath
 from ml_collections import config_dict, config_flags
+
+from t1jax import paths
 
 CONFIG_FILE = "config.json"
 # A directory with one of these holds a run, whether or not it says which.
@@ -85,7 +89,7 @@ def run_program(
   except KeyboardInterrupt:
     line = "interrupted; the same command goes on from the last checkpoint"
     code = 130
-  except (UserError, *expected) as error:
+  except (UserError, paths.PathError, *expected) as error:
     line, code = str(error), 2
   except OSError as error:
     if error.errno not in _DISK_ADVICE:
@@ -173,7 +177,7 @@ class Invocation:
 
   config: config_dict.ConfigDict  # loaded, overridden, locked
   source: str  # the value of --config, e.g. "configs/tiny.py:smoke"
-  workdir: epath.Path | None  # absolute; None when not given
+  workdir: epath.Path | None  # absolute or gs://; None when not given
   flags: flags.FlagValues  # the program's own flags
 
 
@@ -197,6 +201,7 @@ def parse_command_line(
 
   Raises:
     UserError: one line about the first thing that is wrong.
+    PathError: --workdir is in a bucket that is not there or does not answer.
     SystemExit: after --help.
   """
   values = flags.FlagValues() if flag_values is None else flag_values
@@ -206,12 +211,11 @@ def parse_command_line(
   source, rest = _take_last("config", argv[1:])
   workdir, rest = _take_last("workdir", rest)
   if workdir is not None:
-    if "://" not in workdir:
-      workdir = os.path.abspath(os.path.expanduser(workdir))
-    workdir = epath.Path(workdir)
+    workdir = paths.parse(workdir)
   if source is not None:
     config = load_config(source)
   elif resume_config and workdir is not None:
+    paths.check_reachable(workdir)
     config, source = read_config(workdir), str(workdir / CONFIG_FILE)
   else:
     raise UserError("--config is missing: say --config=configs/tiny.py")
@@ -239,7 +243,7 @@ def _help_text(description: str, values: flags.FlagValues) -> str:
   lines += [
     "  --config=FILE.py[:ARG]: the experiment",
     "  --config.FIELD=VALUE: sets one field of it",
-    "  --workdir=DIR: the run directory",
+    "  --workdir=DIR: the run directory; local, or gs://BUCKET/DIR",
   ]
   for name in sorted(values):
     flag = values[name]
@@ -359,10 +363,12 @@ def claim_workdir(
   Raises:
     UserError: the directory holds the run of another config (the message lists
       what differs) or of an unknown one, cannot be written, or has no room.
+    PathError: its bucket is not there, refuses access or does not answer.
   """
   workdir = epath.Path(workdir)
   record = workdir / CONFIG_FILE
   mine = _as_json(config)
+  paths.check_reachable(workdir)
   try:
     workdir.mkdir(parents=True, exist_ok=True)
     if record.exists():
@@ -372,7 +378,7 @@ def claim_workdir(
         f"workdir {workdir} holds a run ({held[0]}) but no {CONFIG_FILE} that "
         "says of what; choose another --workdir, or delete it"
       )
-    if "://" not in str(workdir):
+    if not paths.is_remote(workdir):
       free = shutil.disk_usage(workdir).free / 1e6
       if free < free_mb:
         raise UserError(
@@ -380,11 +386,9 @@ def claim_workdir(
           f"{free:.0f} MB free; free some space or choose another --workdir"
         )
     if not record.exists():
-      written = workdir / f".{CONFIG_FILE}.partial"
-      written.write_text(
-        json.dumps({"source": source, "config": mine}, indent=2) + "\n"
-      )
-      written.replace(record)
+      text = json.dumps({"source": source, "config": mine}, indent=2)
+      with paths.refusals(workdir):
+        paths.write_atomically(record, text + "\n")
   except OSError as error:
     raise UserError(
       f"workdir {workdir} cannot be used: {error.strerror or error}; choose "
@@ -394,17 +398,28 @@ def claim_workdir(
 
 
 @contextlib.contextmanager
-def hold_workdir(workdir: epath.Path) -> Iterator[None]:
-  """Keeps other processes out of a claimed run directory (local disks only).
+def hold_workdir(workdir: epath.Path) -> Iterator[Callable[[], None]]:
+  """Keeps two processes from working in one run directory.
+
+  On a local disk the first holds it until it ends, however it ends, and a
+  second is refused. In a bucket nobody can tell a holder that was killed from
+  one that is silent. There the last one to start holds it, so that a run that
+  lost its machine goes on elsewhere at once, and the one before notices.
+
+  Yields: a function that raises UserError when the directory was taken over;
+    to be called before anything is recorded.
 
   Raises:
-    UserError: another process works in it; the message says which.
+    UserError: another process works in it (local disks); the message says
+      which.
   """
-  if "://" in str(workdir):
-    yield
+  lock = workdir / ".lock"
+  if paths.is_remote(workdir):
+    with _last_one(lock) as check:
+      yield check
     return
   # The file stays: were it deleted, two could hold two files of one name.
-  with open(workdir / ".lock", "a+") as file:
+  with open(lock, "a+") as file:
     try:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -416,7 +431,40 @@ def hold_workdir(workdir: epath.Path) -> Iterator[None]:
     file.truncate(0)
     file.write(f"{os.getpid()}\n")
     file.flush()
-    yield
+    yield lambda: None
+
+
+@contextlib.contextmanager
+def _last_one(lock: epath.Path) -> Iterator[Callable[[], None]]:
+  """Holds an object by having written it last."""
+  me = f"process {os.getpid()} of {socket.gethostname()}"
+  mine = f"{me}\n{uuid.uuid4()}\n"
+
+  def holder() -> str:
+    try:
+      return lock.read_text()
+    except FileNotFoundError:
+      return ""
+
+  def check() -> None:
+    if (now := holder()) != mine:
+      raise UserError(
+        f"workdir {lock.parent} was taken over by "
+        f"{now.split(chr(10))[0] or 'someone who deleted it'}; this process "
+        "stops, and its run goes on there"
+      )
+
+  if before := holder().split("\n")[0]:
+    print(
+      f"{before} did not leave {lock.parent} in order; {me} takes it over",
+      file=sys.stderr,
+    )
+  paths.write_atomically(lock, mine)
+  try:
+    yield check
+  finally:
+    if holder() == mine:
+      lock.unlink()
 
 
 def read_config(workdir: epath.PathLike) -> config_dict.ConfigDict:

@@ -2,9 +2,9 @@
 
   python -m t1jax.train --config=configs/tiny.py --workdir=runs/tiny
 
-The run directory holds config.json, metrics.jsonl, TensorBoard events, the
-data, checkpoints, the trajectories of every rollout and evaluation, the policy
-of each stage and summary.json. The same command on the same directory goes on
+The run directory, local or gs://BUCKET/DIR, holds config.json, metrics.jsonl,
+TensorBoard events, the data, checkpoints, the trajectories of every rollout and
+evaluation, the policy of each stage and summary.json. The same command on the same directory goes on
 where the run was stopped; a finished run is left alone. Any field can be set:
 --config.rl.iterations=5.
 """
@@ -90,14 +90,16 @@ def main(argv: Sequence[str]) -> None:
     return
 
   with (
-    configs.hold_workdir(workdir),
+    configs.hold_workdir(workdir) as check_hold,
     LiveProgress() as progress,
     MetricsWriter(
       workdir, resume_step=stages.last_step(workdir, config)
     ) as metrics,
     arena,
   ):
-    run = Run(config, setting, rl, workdir, arena, metrics, progress)
+    run = Run(
+      config, setting, rl, workdir, arena, metrics, progress, check_hold
+    )
     summary = pretrain(run) if pretraining else train(run)
   write_summary(workdir, summary)
   print(json.dumps(summary, indent=2))

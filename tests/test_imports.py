@@ -15,7 +15,7 @@ import t1jax
 ROOT = pathlib.Path(t1jax.__file__).parent
 # A room may import itself, its neighbours on the same floor, and what is above.
 HOUSE = (
-  {"sharding"},
+  {"sharding", "paths"},
   {"models"},
   {"sampling"},
   {"tasks"},
