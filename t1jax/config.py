@@ -212,10 +212,11 @@ def parse_command_line(
   workdir, rest = _take_last("workdir", rest)
   if workdir is not None:
     workdir = paths.parse(workdir)
+    if resume_config:
+      paths.check_reachable(workdir)
   if source is not None:
     config = load_config(source)
   elif resume_config and workdir is not None:
-    paths.check_reachable(workdir)
     config, source = read_config(workdir), str(workdir / CONFIG_FILE)
   else:
     raise UserError("--config is missing: say --config=configs/tiny.py")
@@ -352,7 +353,7 @@ def claim_workdir(
   """Makes `workdir` the run directory of `config`, or finds that it is already.
 
   Writes config.json on the first call. A second call with the same config
-  changes nothing: the run resumes.
+  changes nothing: the run resumes. Its section `wandb` may differ.
 
   Args:
     workdir: local or gs:// directory, made when it is missing.
@@ -499,7 +500,9 @@ def _check_same(
   changed = [
     f"{name} ({_shown(there, name)} there, {_shown(here, name)} here)"
     for name in sorted({*there, *here})
-    if there.get(name, absent) != here.get(name, absent)
+    # Where the numbers are shown changes none of them.
+    if not name.startswith("wandb.")
+    and there.get(name, absent) != here.get(name, absent)
   ]
   if changed:
     more = f" and {len(changed) - 6} more" if len(changed) > 6 else ""

@@ -12,7 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, Self, TextIO
+from typing import Any, Protocol, Self, TextIO
 
 import tensorboardX
 from etils import epath
@@ -66,11 +66,23 @@ def read_metrics(workdir: epath.PathLike) -> list[dict[str, Any]]:
   return records
 
 
+class Sink(Protocol):
+  """Where the numbers go as well, e.g. `wandb_writer.WandbWriter`."""
+
+  def write(self, step: int, phase: str, values: Mapping[str, Any]) -> None: ...
+
+  def flush(self) -> None: ...
+
+
 class MetricsWriter:
   """Appends numbers to metrics.jsonl and to TensorBoard events."""
 
   def __init__(
-    self, workdir: epath.PathLike, *, resume_step: int | None = None
+    self,
+    workdir: epath.PathLike,
+    *,
+    resume_step: int | None = None,
+    also: Sink | None = None,
   ):
     """Opens the files of a run directory, local or gs://.
 
@@ -80,7 +92,9 @@ class MetricsWriter:
       workdir: the run directory; made when missing.
       resume_step: the step of the restored checkpoint. Records of later steps
         are dropped: they will be written again. None starts a new file.
+      also: gets what is written, too.
     """
+    self._also = also
     self._mirror = paths.Mirror(workdir)
     self._path = self._mirror.local / METRICS_FILE
     kept = [] if resume_step is None else read_metrics(workdir)
@@ -124,6 +138,8 @@ class MetricsWriter:
     for name, value in numbers.items():
       if value is not None:
         self._events.add_scalar(f"{phase}/{name}", value, step)
+    if self._also is not None:
+      self._also.write(int(step), phase, numbers)
     if time.monotonic() - self._pushed > _PUSH_SECONDS:
       self.flush()
 
@@ -139,6 +155,8 @@ class MetricsWriter:
     the metrics lack by then is never written again.
     """
     self._events.flush()
+    if self._also is not None:
+      self._also.flush()
     self._mirror.push()
     self._pushed = time.monotonic()
 

@@ -20,7 +20,7 @@ from etils.epath import backend
 
 BUCKETS = "gs://"
 # A bucket that has not answered after so many seconds will not.
-_PATIENCE = 15.0
+_PATIENCE = 10.0
 
 
 class PathError(ValueError):
@@ -69,20 +69,20 @@ def _ask(bucket: str, seconds: float) -> None:
     try:
       # Needs the right to list objects alone; asking for the bucket itself
       # would need one that few accounts have.
-      _filesystem().call(
-        "GET", "b/{}/o", bucket, maxResults=1, json_out=True
-      )
+      _filesystem().call("GET", "b/{}/o", bucket, maxResults=1, json_out=True)
       result.append(None)
     except Exception as error:
       result.append(error)
 
-  # The library prints a traceback for each refusal.
-  logger = logging.getLogger("gcsfs")
-  before, logger.disabled = logger.disabled, True
+  # The libraries print tracebacks and advice of their own.
+  loggers = [logging.getLogger(n) for n in ("gcsfs", "google.auth._default")]
+  for logger in loggers:
+    logger.disabled = True
   thread = threading.Thread(target=ask, daemon=True)
   thread.start()
   thread.join(seconds)
-  logger.disabled = before
+  for logger in loggers:
+    logger.disabled = False
   if not result:
     raise PathError(
       f"bucket {BUCKETS}{bucket} has not answered in {seconds:g} seconds; "
@@ -116,7 +116,7 @@ def _explain(bucket: str, error: Exception) -> PathError:
 
 @contextlib.contextmanager
 def refusals(path: epath.PathLike) -> Iterator[None]:
-  """Turns what a bucket answers inside, e.g. no right to write, to PathError."""
+  """Turns a bucket's refusal inside, e.g. to write, into a PathError."""
   try:
     yield
   except (PathError, FileNotFoundError):
@@ -175,11 +175,9 @@ def to_write(path: epath.PathLike) -> Iterator[epath.Path]:
 
 
 def write_atomically(path: epath.PathLike, content: str | bytes) -> None:
-  """Writes a file so that readers see the old content or the new, never half."""
+  """Writes a file whole or not at all; readers see the old one or the new."""
   with to_write(path) as file:
-    file.write_bytes(
-      content.encode() if isinstance(content, str) else content
-    )
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 class Mirror:

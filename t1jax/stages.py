@@ -324,9 +324,7 @@ def evaluate_stage(run: Run, stage: str, params: Any) -> dict[str, Any]:
   keep_scored(run, f"evaluation-{stage}", played)
   check_infra(run, played, tolerated=0.02)
   step = first_step(run.config, f"evaluate {stage}")
-  run.record(
-    step, "evaluation", {f"success_{stage}": result["strict_success"]}
-  )
+  run.record(step, "evaluation", {f"success_{stage}": result["strict_success"]})
   run.metrics.flush()
   record.parent.mkdir(parents=True, exist_ok=True)
   write_atomically(record, json.dumps(result) + "\n")

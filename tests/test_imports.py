@@ -26,7 +26,7 @@ HOUSE = (
   {"rsi"},
   {"smc"},
   {"bench"},
-  {"checkpoint", "metrics", "report", "config"},
+  {"checkpoint", "metrics", "report", "config", "wandb_writer"},
   # The programs, and the parts of the training program.
   {"train", "evaluate", "precompile", "serve", "corpus", "stages"},
 )

@@ -231,7 +231,11 @@ def _load_from_bucket(directory: epath.Path, split: str) -> list[Example]:
 
 
 def batches(
-  source: Sequence[Example], *, batch_size: int, seed: int, epochs: int | None = None
+  source: Sequence[Example],
+  *,
+  batch_size: int,
+  seed: int,
+  epochs: int | None = None,
 ) -> "grain.DatasetIterator[list[Example]]":
   """Shuffled batches, each epoch in another order.
 
