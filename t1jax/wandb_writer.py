@@ -112,7 +112,10 @@ class WandbWriter:
     # W&B's own step may not go back, ours does after a resume.
     self._run.define_metric("step")
     self._run.define_metric("*", step_metric="step")
-    notify(f"W&B: {self._run.url or f'offline, wandb sync {workdir}/wandb/*'}")
+    offline = section.mode == "offline"
+    notify(
+      f"W&B: {f'offline, in {workdir}/wandb' if offline else self._run.url}"
+    )
 
   def __enter__(self) -> Self:
     return self

@@ -22,21 +22,26 @@ RUN = "gs://bucket/run"
 OFFLINE = ("--config.wandb.project=t1jax", "--config.wandb.mode=offline")
 
 
-def start(bucket, *args, **environment):
+def start(bucket, *args):
   return subprocess.Popen(
     [sys.executable, *args],
     cwd=ROOT,
-    env=bucket.environment | environment,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
+    env=bucket.environment,
+    stdout=subprocess.DEVNULL,
+    stderr=subprocess.DEVNULL,
   )
 
 
 def ended(bucket, *args, **environment):
-  process = start(bucket, *args, **environment)
-  out, err = process.communicate(timeout=600)
-  return subprocess.CompletedProcess(args, process.returncode, out, err)
+  return subprocess.run(
+    [sys.executable, *args],
+    cwd=ROOT,
+    env=bucket.environment | environment,
+    capture_output=True,
+    text=True,
+    timeout=600,
+    check=False,
+  )
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +51,13 @@ def killed_and_finished(bucket):
   if importlib.util.find_spec("wandb"):
     train += OFFLINE
   first = start(bucket, *train)
-  while "run/checkpoints/sft/1/commit_success.txt" not in bucket.generations:
-    assert first.poll() is None, first.communicate()[1]
-    time.sleep(0.05)
-  first.send_signal(signal.SIGKILL)
-  first.communicate()
+  try:
+    while "run/checkpoints/sft/1/commit_success.txt" not in bucket.generations:
+      assert first.poll() is None, "it ended before it had a checkpoint"
+      time.sleep(0.05)
+  finally:
+    first.kill()
+    first.wait()
   return first, ended(bucket, *train)
 
 
