@@ -27,6 +27,7 @@ from etils import epath
 from t1jax import paths
 
 _PARTIAL = ".orbax-checkpoint-tmp"
+_COMMITTED = "commit_success.txt"  # where a directory cannot be renamed
 _BASE_PARAMS = "params.msgpack"
 _BASE_CARD = "base.json"
 
@@ -77,7 +78,11 @@ class Checkpoints:
     self.directory = epath.Path(directory)
     if self.directory.exists():
       for path in sorted(self.directory.iterdir()):
-        if _PARTIAL in path.name:
+        if _PARTIAL in path.name or (
+          paths.is_remote(path)
+          and path.name.isdigit()
+          and not (path / _COMMITTED).exists()
+        ):
           notify(
             f"skipping half-written checkpoint {path}: the program that wrote "
             "it was stopped"

@@ -20,7 +20,7 @@ from etils.epath import backend
 
 BUCKETS = "gs://"
 # A bucket that has not answered after so many seconds will not.
-_PATIENCE = 10.0
+_PATIENCE = 15.0
 
 
 class PathError(ValueError):
@@ -73,6 +73,8 @@ def _ask(bucket: str, seconds: float) -> None:
       result.append(None)
     except Exception as error:
       result.append(error)
+
+  import gcsfs  # noqa: F401  takes seconds on a busy machine, not the bucket's
 
   # The libraries print tracebacks and advice of their own.
   loggers = [logging.getLogger(n) for n in ("gcsfs", "google.auth._default")]

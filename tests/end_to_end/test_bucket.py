@@ -148,6 +148,26 @@ with config.hold_workdir(workdir) as first:
   assert "held/.lock" not in bucket.generations
 
 
+def test_a_half_written_checkpoint_is_skipped_with_a_message(bucket):
+  program = """
+import jax.numpy as jnp
+from etils import epath
+from t1jax.checkpoint import Checkpoints
+directory = epath.Path("gs://bucket/checkpoints")
+with Checkpoints(directory) as saved:
+  saved.save(1, {"x": jnp.ones((3,))}, {"a": 1})
+(directory / "2" / "state" / "d").write_text("half")
+with Checkpoints(directory, notify=print) as saved:
+  got = saved.restore({"x": jnp.zeros((3,))})
+  print(got.step, got.host, got.state["x"].sum())
+"""
+  done = ended(bucket, "-c", program)
+  assert done.returncode == 0, done.stderr
+  said, restored = done.stdout.splitlines()
+  assert "half-written checkpoint gs://bucket/checkpoints/2" in said
+  assert restored == "1 {'a': 1} 3.0"
+
+
 MISTAKES = [
   ("train", "gs://bukcet/run", "there is no bucket gs://bukcet"),
   ("evaluate", "gs://bukcet/run", "there is no bucket gs://bukcet"),
