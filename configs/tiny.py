@@ -63,6 +63,9 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
       prefill_buckets=(16, 64),
       columns=(256,),
     ),
+    # Shows the metrics at Weights & Biases, too; "" = not. mode: online, or
+    # offline (nothing leaves the machine).
+    wandb=dict(project="", entity="", mode="online"),
     sandboxes=48,  # alive at once while demonstrations are recorded
     sft=dict(
       batch_size=24,

@@ -29,8 +29,8 @@ from t1jax.metrics import (
   LiveProgress,
   MetricsError,
   read_metrics,
-  write_atomically,
 )
+from t1jax.paths import write_atomically
 
 BASELINE = "baseline"
 # What a warm start does not depend on: sections, or fields, of the config.

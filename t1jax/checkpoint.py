@@ -24,7 +24,10 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
+from t1jax import paths
+
 _PARTIAL = ".orbax-checkpoint-tmp"
+_COMMITTED = "commit_success.txt"  # where a directory cannot be renamed
 _BASE_PARAMS = "params.msgpack"
 _BASE_CARD = "base.json"
 
@@ -84,7 +87,11 @@ class Checkpoints:
       raise CheckpointError(f"there are no checkpoints in {self.directory}")
     if self.directory.exists() and not read_only:
       for path in sorted(self.directory.iterdir()):
-        if _PARTIAL in path.name:
+        if _PARTIAL in path.name or (
+          paths.is_remote(path)
+          and path.name.isdigit()
+          and not (path / _COMMITTED).exists()
+        ):
           notify(
             f"skipping half-written checkpoint {path}: the program that wrote "
             "it was stopped"
@@ -314,9 +321,7 @@ def export_base(
     (_BASE_PARAMS, data),
     (_BASE_CARD, json.dumps(record, indent=2).encode() + b"\n"),
   ):
-    partial = directory / f".{name}.partial"
-    partial.write_bytes(content)
-    partial.replace(directory / name)
+    paths.write_atomically(directory / name, content)
   return len(data)
 
 

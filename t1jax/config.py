@@ -17,14 +17,18 @@ import json
 import os
 import re
 import shutil
+import socket
 import sys
 import types
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from absl import flags
 from etils import epath
 from ml_collections import config_dict, config_flags
+
+from t1jax import paths
 
 CONFIG_FILE = "config.json"
 # A directory with one of these holds a run, whether or not it says which.
@@ -90,7 +94,7 @@ def run_program(
   except KeyboardInterrupt:
     line = "interrupted; the same command goes on from the last checkpoint"
     code = 130
-  except (UserError, *expected) as error:
+  except (UserError, paths.PathError, *expected) as error:
     line, code = str(error), 2
   except OSError as error:
     if error.errno not in _DISK_ADVICE:
@@ -184,7 +188,7 @@ class Invocation:
 
   config: config_dict.ConfigDict  # loaded, overridden, locked
   source: str  # the value of --config, e.g. "configs/tiny.py:smoke"
-  workdir: epath.Path | None  # absolute; None when not given
+  workdir: epath.Path | None  # absolute or gs://; None when not given
   flags: flags.FlagValues  # the program's own flags
 
 
@@ -208,6 +212,7 @@ def parse_command_line(
 
   Raises:
     UserError: one line about the first thing that is wrong.
+    PathError: --workdir is in a bucket that is not there or does not answer.
     SystemExit: after --help.
   """
   values = flags.FlagValues() if flag_values is None else flag_values
@@ -217,9 +222,9 @@ def parse_command_line(
   source, rest = _take_last("config", argv[1:])
   workdir, rest = _take_last("workdir", rest)
   if workdir is not None:
-    if "://" not in workdir:
-      workdir = os.path.abspath(os.path.expanduser(workdir))
-    workdir = epath.Path(workdir)
+    workdir = paths.parse(workdir)
+    if resume_config:
+      paths.check_reachable(workdir)
   if source is not None:
     config = load_config(source)
   elif resume_config and workdir is not None:
@@ -250,7 +255,7 @@ def _help_text(description: str, values: flags.FlagValues) -> str:
   lines += [
     "  --config=FILE.py[:ARG]: the experiment",
     "  --config.FIELD=VALUE: sets one field of it",
-    "  --workdir=DIR: the run directory",
+    "  --workdir=DIR: the run directory; local, or gs://BUCKET/DIR",
   ]
   for name in sorted(values):
     flag = values[name]
@@ -359,7 +364,7 @@ def claim_workdir(
   """Makes `workdir` the run directory of `config`, or finds that it is already.
 
   Writes config.json on the first call. A second call with the same config
-  changes nothing: the run resumes.
+  changes nothing: the run resumes. Its section `wandb` may differ.
 
   Args:
     workdir: local or gs:// directory, made when it is missing.
@@ -370,10 +375,12 @@ def claim_workdir(
   Raises:
     UserError: the directory holds the run of another config (the message lists
       what differs) or of an unknown one, cannot be written, or has no room.
+    PathError: its bucket is not there, refuses access or does not answer.
   """
   workdir = epath.Path(workdir)
   record = workdir / CONFIG_FILE
   mine = _as_json(config)
+  paths.check_reachable(workdir)
   try:
     workdir.mkdir(parents=True, exist_ok=True)
     if record.exists():
@@ -383,7 +390,7 @@ def claim_workdir(
         f"workdir {workdir} holds a run ({held[0]}) but no {CONFIG_FILE} that "
         "says of what; choose another --workdir, or delete it"
       )
-    if "://" not in str(workdir):
+    if not paths.is_remote(workdir):
       free = shutil.disk_usage(workdir).free / 1e6
       if free < free_mb:
         raise UserError(
@@ -391,11 +398,9 @@ def claim_workdir(
           f"{free:.0f} MB free; free some space or choose another --workdir"
         )
     if not record.exists():
-      written = workdir / f".{CONFIG_FILE}.partial"
-      written.write_text(
-        json.dumps({"source": source, "config": mine}, indent=2) + "\n"
-      )
-      written.replace(record)
+      text = json.dumps({"source": source, "config": mine}, indent=2)
+      with paths.refusals(workdir):
+        paths.write_atomically(record, text + "\n")
   except OSError as error:
     raise UserError(
       f"workdir {workdir} cannot be used: {error.strerror or error}; choose "
@@ -405,17 +410,28 @@ def claim_workdir(
 
 
 @contextlib.contextmanager
-def hold_workdir(workdir: epath.Path) -> Iterator[None]:
-  """Keeps other processes out of a claimed run directory (local disks only).
+def hold_workdir(workdir: epath.Path) -> Iterator[Callable[[], None]]:
+  """Keeps two processes from working in one run directory.
+
+  On a local disk the first holds it until it ends, however it ends, and a
+  second is refused. In a bucket nobody can tell a holder that was killed from
+  one that is silent. There the last one to start holds it, so that a run that
+  lost its machine goes on elsewhere at once, and the one before notices.
+
+  Yields: a function that raises UserError when the directory was taken over;
+    to be called before anything is recorded.
 
   Raises:
-    UserError: another process works in it; the message says which.
+    UserError: another process works in it (local disks); the message says
+      which.
   """
-  if "://" in str(workdir):
-    yield
+  lock = workdir / ".lock"
+  if paths.is_remote(workdir):
+    with _last_one(lock) as check:
+      yield check
     return
   # The file stays: were it deleted, two could hold two files of one name.
-  with open(workdir / ".lock", "a+") as file:
+  with open(lock, "a+") as file:
     try:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -427,7 +443,40 @@ def hold_workdir(workdir: epath.Path) -> Iterator[None]:
     file.truncate(0)
     file.write(f"{os.getpid()}\n")
     file.flush()
-    yield
+    yield lambda: None
+
+
+@contextlib.contextmanager
+def _last_one(lock: epath.Path) -> Iterator[Callable[[], None]]:
+  """Holds an object by having written it last."""
+  me = f"process {os.getpid()} of {socket.gethostname()}"
+  mine = f"{me}\n{uuid.uuid4()}\n"
+
+  def holder() -> str:
+    try:
+      return lock.read_text()
+    except FileNotFoundError:
+      return ""
+
+  def check() -> None:
+    if (now := holder()) != mine:
+      raise UserError(
+        f"workdir {lock.parent} was taken over by "
+        f"{now.split(chr(10))[0] or 'someone who deleted it'}; this process "
+        "stops, and its run goes on there"
+      )
+
+  if before := holder().split("\n")[0]:
+    print(
+      f"{before} did not leave {lock.parent} in order; {me} takes it over",
+      file=sys.stderr,
+    )
+  paths.write_atomically(lock, mine)
+  try:
+    yield check
+  finally:
+    if holder() == mine:
+      lock.unlink()
 
 
 def read_config(workdir: epath.PathLike) -> config_dict.ConfigDict:
@@ -462,7 +511,9 @@ def _check_same(
   changed = [
     f"{name} ({_shown(there, name)} there, {_shown(here, name)} here)"
     for name in sorted({*there, *here})
-    if there.get(name, absent) != here.get(name, absent)
+    # Where the numbers are shown changes none of them.
+    if not name.startswith("wandb.")
+    and there.get(name, absent) != here.get(name, absent)
   ]
   if changed:
     more = f" and {len(changed) - 6} more" if len(changed) > 6 else ""

@@ -21,7 +21,7 @@ from absl import flags
 from etils import epath
 from ml_collections import config_dict
 
-from t1jax import checkpoint
+from t1jax import checkpoint, paths
 from t1jax import config as configs
 from t1jax.metrics import LiveProgress, MetricsError, wilson_interval
 from t1jax.models import params as model_params
@@ -140,7 +140,8 @@ def read_families(config: config_dict.ConfigDict) -> tuple[Family, ...]:
 
 
 def base_directory(config: config_dict.ConfigDict) -> epath.Path:
-  """Where the base model and its tokenizer lie."""
+  """Where the base model and its tokenizer lie; raises PathError if nowhere."""
+  paths.check_reachable(config.base)
   return epath.Path(config.base) if config.base else ASSETS / "tiny"
 
 

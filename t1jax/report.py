@@ -46,8 +46,9 @@ from t1jax.evaluate import (
   learner_settings,
   read_setting,
 )
-from t1jax.metrics import SUMMARY_FILE, wilson_interval, write_atomically
+from t1jax.metrics import SUMMARY_FILE, wilson_interval
 from t1jax.models.tokenizer import SentencePieceTokenizer
+from t1jax.paths import write_atomically
 from t1jax.recorded import Recorded, read
 
 REPORT_FILE = "report.html"

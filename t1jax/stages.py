@@ -28,7 +28,8 @@ from t1jax.evaluate import (
   read_families,
   stage_directory,
 )
-from t1jax.metrics import LiveProgress, MetricsWriter, write_atomically
+from t1jax.metrics import LiveProgress, MetricsWriter
+from t1jax.paths import write_atomically
 from t1jax.rewards import schemes
 from t1jax.rl import batching, learner, supervised
 from t1jax.rl.agreement import agreement
@@ -51,7 +52,21 @@ class Run:
   arena: Arena
   metrics: MetricsWriter
   progress: LiveProgress
+  check_hold: Callable[[], None]  # raises when another process runs it now
   denominators: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+  def record(self, step: int, phase: str, numbers: Mapping[str, Any]) -> None:
+    """Records the numbers of one step, as long as the run is ours."""
+    self.check_hold()
+    self.metrics.write(step, phase, numbers)
+
+  def save(
+    self, checkpoints: Checkpoints, step: int, state: Any, host: Mapping
+  ) -> None:
+    """Saves a stage's state; the metrics up to it are kept first."""
+    self.check_hold()
+    self.metrics.flush()
+    checkpoints.save(step, state, host)
 
 
 def supervise(
@@ -99,7 +114,7 @@ def supervise(
       loss = supervised.evaluation_loss(state.params, held, cfg)
       numbers = {k: float(v) for k, v in report.items()}
       numbers["validation_loss"] = loss
-      run.metrics.write(first + host["step"], name, numbers)
+      run.record(first + host["step"], name, numbers)
       run.progress.update(host["step"], **numbers)
       if loss < host["best"] * (1 - tolerance):
         host |= {"best": loss, "stale": 0}
@@ -107,7 +122,7 @@ def supervise(
       else:
         host["stale"] += 1
       host["cursor"] = jsonable(stream.get_state())
-      checkpoints.save(host["step"], {"state": state, "best": best}, host)
+      run.save(checkpoints, host["step"], {"state": state, "best": best}, host)
   finish_stage(run, name, best, {"validation_loss": host["best"]})
   return best
 
@@ -134,7 +149,7 @@ def reinforce(run: Run, sft: Any, data: epath.Path) -> tuple[Any, dict]:
         "facts": facts,
         "drift": dataclasses.asdict(drift.Drift()),
       }
-      checkpoints.save(0, state, host)
+      run.save(checkpoints, 0, state, host)
     facts, drifted = host["facts"], drift.Drift(**host["drift"])
     run.progress.phase("ppo", total=config.rl.iterations)
     for iteration in range(host["iteration"] + 1, config.rl.iterations + 1):
@@ -156,7 +171,7 @@ def reinforce(run: Run, sft: Any, data: epath.Path) -> tuple[Any, dict]:
         **episode_seconds(played),
         **found.facts(),
       }
-      run.metrics.write(first + iteration, "ppo", numbers)
+      run.record(first + iteration, "ppo", numbers)
       run.progress.update(
         iteration,
         **{k: numbers[k] for k in HEADLINE if k in numbers},
@@ -172,7 +187,7 @@ def reinforce(run: Run, sft: Any, data: epath.Path) -> tuple[Any, dict]:
           "facts": facts,
           "drift": dataclasses.asdict(drifted),
         }
-        checkpoints.save(iteration, state, host)
+        run.save(checkpoints, iteration, state, host)
   finish_stage(run, name, state.actor, facts)
   return state.actor, facts
 
@@ -223,7 +238,7 @@ def warm_up(
   state, numbers = learner.warm_up_critic(
     state, played, run.setting.model, run.rl, evaluation=held
   )
-  run.metrics.write(first_step(run.config, "rl"), "warm_up", numbers)
+  run.record(first_step(run.config, "rl"), "warm_up", numbers)
   prefix = "explained_variance_"
   variance = {
     name.removeprefix(prefix): number
@@ -263,7 +278,7 @@ def imitate_successes(run: Run, sft: Any, data: epath.Path) -> tuple[Any, dict]:
                        step=iteration, episodes=config.rl.episodes,
                        keep=config.rl.keep)  # fmt: skip
       state, numbers = imitate_batch(run, state, played, optimizer, iteration)
-      run.metrics.write(first + iteration, name, numbers)
+      run.record(first + iteration, name, numbers)
       run.progress.update(iteration, **numbers)
       done = iteration == config.rl.iterations
       if done or iteration % config.rl.checkpoint_every == 0:
@@ -271,7 +286,7 @@ def imitate_successes(run: Run, sft: Any, data: epath.Path) -> tuple[Any, dict]:
           "iteration": iteration,
           "cursor": stream.cursor,
         }
-        checkpoints.save(iteration, state, host)
+        run.save(checkpoints, iteration, state, host)
   finish_stage(run, name, state.params, {})
   return state.params, {}
 
@@ -326,9 +341,8 @@ def evaluate_stage(run: Run, stage: str, params: Any) -> dict[str, Any]:
   keep_scored(run, f"evaluation-{stage}", played)
   check_infra(run, played, tolerated=0.02)
   step = first_step(run.config, f"evaluate {stage}")
-  run.metrics.write(
-    step, "evaluation", {f"success_{stage}": result["strict_success"]}
-  )
+  run.record(step, "evaluation", {f"success_{stage}": result["strict_success"]})
+  run.metrics.flush()
   record.parent.mkdir(parents=True, exist_ok=True)
   write_atomically(record, json.dumps(result) + "\n")
   return result

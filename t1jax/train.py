@@ -2,13 +2,14 @@
 
   python -m t1jax.train --config=configs/tiny.py --workdir=runs/tiny
 
-The run directory holds config.json, metrics.jsonl, TensorBoard events, the
-data, checkpoints, the trajectories of every rollout and evaluation, the policy
-of each stage, summary.json and report.html. The same command on the same
-directory goes on where the run was stopped; a finished run is left alone. Any
-field can be set: --config.rl.iterations=5.
+The run directory, local or gs://BUCKET/DIR, holds config.json, metrics.jsonl,
+TensorBoard events, the data, checkpoints, the trajectories of every rollout and
+evaluation, the policy of each stage, summary.json and report.html. The same
+command on the same directory goes on where the run was stopped; a finished run
+is left alone. Any field can be set: --config.rl.iterations=5.
 """
 
+import contextlib
 import json
 import sys
 from collections.abc import Iterable, Sequence
@@ -20,7 +21,7 @@ from etils import epath
 from ml_collections import config_dict
 
 from t1jax import config as configs
-from t1jax import corpus, report, stages
+from t1jax import corpus, report, stages, wandb_writer
 from t1jax.checkpoint import export_base
 from t1jax.evaluate import (
   EXPECTED_ERRORS,
@@ -42,6 +43,7 @@ from t1jax.rollout import demonstrations
 from t1jax.stages import Run, evaluate_stage
 from t1jax.tasks import datasets
 from t1jax.tasks.task import from_bytes
+from t1jax.wandb_writer import WandbWriter
 
 # A 0 in one of these would be noticed only when its stage begins, or never.
 _AT_LEAST_ONE = (
@@ -85,6 +87,7 @@ def main(argv: Sequence[str]) -> None:
   setting = read_setting(config, tokenizer)
   rl = read_rl(config, setting)
   arena = Arena(config, setting)
+  wandb_writer.check(config.wandb)
   workdir = configs.claim_workdir(call.workdir, config, source=call.source)
   summary_file = workdir / "summary.json"
   if summary_file.exists():
@@ -92,18 +95,32 @@ def main(argv: Sequence[str]) -> None:
     return
 
   with (
-    configs.hold_workdir(workdir),
+    configs.hold_workdir(workdir) as check_hold,
     LiveProgress() as progress,
+    open_wandb(workdir, config, progress) as wandb,
     MetricsWriter(
-      workdir, resume_step=stages.last_step(workdir, config)
+      workdir, resume_step=stages.last_step(workdir, config), also=wandb
     ) as metrics,
     arena,
   ):
-    run = Run(config, setting, rl, workdir, arena, metrics, progress)
+    run = Run(
+      config, setting, rl, workdir, arena, metrics, progress, check_hold
+    )
     summary = pretrain(run) if pretraining else train(run)
+    if wandb is not None:
+      wandb.summarise(summary)
   write_summary(workdir, summary)
   print(json.dumps(summary, indent=2))
   report.write_or_say_why_not(workdir)
+
+
+def open_wandb(
+  workdir: epath.Path, config: config_dict.ConfigDict, progress: LiveProgress
+) -> contextlib.AbstractContextManager[WandbWriter | None]:
+  """A writer to W&B, or nothing when the config names no project."""
+  if not config.wandb.project:
+    return contextlib.nullcontext()
+  return WandbWriter(workdir, config, notify=progress.say)
 
 
 def read_rl(config: config_dict.ConfigDict, setting: Setting) -> RLConfig:

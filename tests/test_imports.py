@@ -15,7 +15,7 @@ import t1jax
 ROOT = pathlib.Path(t1jax.__file__).parent
 # A room may import itself, its neighbours on the same floor, and what is above.
 HOUSE = (
-  {"sharding"},
+  {"sharding", "paths"},
   {"models"},
   {"sampling"},
   {"tasks"},
@@ -26,7 +26,7 @@ HOUSE = (
   {"rsi"},
   {"smc"},
   {"bench"},
-  {"checkpoint", "metrics", "config", "charts"},
+  {"checkpoint", "metrics", "config", "charts", "wandb_writer"},
   # The programs, the parts of the training program and of the report, and what
   # reads a run.
   {"train", "evaluate", "precompile", "serve", "report", "ablate"}
