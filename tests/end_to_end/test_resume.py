@@ -162,9 +162,14 @@ def drill(workdir, moments, args):
   ("moments", "args"),
   [
     (("supervised",), PRETRAINING),
-    (("supervised", "warm-up", "rollout", "update", "save", "control"), SMALL),
+    (("rollout",), SMALL),
+    pytest.param(
+      ("supervised", "warm-up", "rollout", "update", "save", "control"),
+      SMALL,
+      marks=pytest.mark.drill,
+    ),
   ],
-  ids=["pretraining", "training"],
+  ids=["pretraining", "training", "every-moment"],
 )
 def test_a_killed_run_goes_on_bit_for_bit(moments, args, tmp_path):
   whole, killed = tmp_path / "whole", tmp_path / "killed"
