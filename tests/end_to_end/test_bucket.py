@@ -39,7 +39,7 @@ def ended(bucket, *args, **environment):
     env=bucket.environment | environment,
     capture_output=True,
     text=True,
-    timeout=600,
+    timeout=1800,
     check=False,
   )
 
