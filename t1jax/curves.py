@@ -9,7 +9,7 @@ def draw(run: Recorded) -> str:
   scheme = run.config.get("rl", {}).get("reward", "")
 
   def ppo(key: str, name: str) -> Series:
-    return Series(name, run.iterations("ppo", key))
+    return Series(name, run.points("ppo", key))
 
   per_iteration = {"x_label": "PPO iteration"}
   share = {"bounds": (0.0, None), "show": percent}
@@ -18,7 +18,7 @@ def draw(run: Recorded) -> str:
       "Success while learning",
       [
         ppo("success", "PPO"),
-        Series("control", run.iterations("control", "success")),
+        Series("control", run.points("control", "success")),
       ],
       note="on training tasks, by the policy before each update",
       unit="share of episodes",
@@ -91,8 +91,8 @@ def draw(run: Recorded) -> str:
     line_chart(
       "Warm start",
       [
-        Series("validation", run.iterations("sft", "validation_loss")),
-        Series("training batch", run.iterations("sft", "loss")),
+        Series("validation", run.points("sft", "validation_loss")),
+        Series("training batch", run.points("sft", "loss")),
       ],
       unit="cross-entropy, nats per token",
       bounds=(0.0, None),
@@ -101,8 +101,8 @@ def draw(run: Recorded) -> str:
     line_chart(
       "Making the base",
       [
-        Series("validation", run.iterations("pretrain", "validation_loss")),
-        Series("training batch", run.iterations("pretrain", "loss")),
+        Series("validation", run.points("pretrain", "validation_loss")),
+        Series("training batch", run.points("pretrain", "loss")),
       ],
       unit="cross-entropy, nats per token",
       bounds=(0.0, None),

@@ -6,22 +6,16 @@ checkpoint holds, over the whole batch that the episode was learned in.
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 
-import jax
 import numpy as np
-from etils import epath
 
 from t1jax.charts import Html, number, plain, table
-from t1jax.checkpoint import CheckpointError, Checkpoints, abstract
 from t1jax.config import user_errors
-from t1jax.models import params as model_params
 from t1jax.models.config import ModelConfig
 from t1jax.models.tokenizer import SentencePieceTokenizer
+from t1jax.recorded import Recorded
 from t1jax.rl import batching, credit, learner
-from t1jax.rl.settings import RLConfig
-from t1jax.rollout import storage
 from t1jax.rollout.trajectory import Trajectory, TrajectoryError
 
 # Shades on either side of an advantage of zero, and of values.
@@ -53,74 +47,44 @@ class Choice:
   why: str
 
 
-def load_batch(workdir: epath.PathLike, name: str) -> Batch:
-  """A file of `trajectories/`; raises TrajectoryError if it is not whole."""
-  file = epath.Path(workdir) / "trajectories" / f"{name}.array_record"
-  return Batch(name, list(storage.read(file)))
+def load(run: Recorded) -> tuple[Batch | None, Batch | None]:
+  """PPO's newest batch that a critic is saved for, and the last evaluation.
 
-
-def load_critic(
-  workdir: epath.PathLike, cfg: ModelConfig, rl: RLConfig
-) -> tuple[dict, int]:
-  """The critic of a PPO checkpoint, and the iteration that it comes after.
-
-  The newest checkpoint whose next batch is recorded; else the newest.
-
-  Raises:
-    CheckpointError: there is none, or it is damaged.
+  That critic gives credit to both; to the evaluation only if it is of PPO's
+  policy. None: the run has not come that far.
   """
-  workdir = epath.Path(workdir)
-  directory = workdir / "checkpoints" / "rl"
-  if not directory.exists():
-    raise CheckpointError(
-      f"no checkpoint in {directory}, but {workdir} has PPO iterations; "
-      "restore that directory, or go on with the training command"
-    )
-  actor, critic = (model_params.abstract(c) for c in (cfg, cfg.critic()))
-  state = jax.eval_shape(functools.partial(learner.init_state, rl=rl),
-                         actor, critic)  # fmt: skip
-  recorded = workdir / "trajectories"
-  with Checkpoints(directory, read_only=True) as checkpoints:
-    followed = [
-      step
-      for step in checkpoints.steps
-      if (recorded / f"rl-{step + 1:05d}.array_record").exists()
-    ]
-    step = max(followed, default=None)
-    restored = checkpoints.restore(abstract(state), step)
-  return restored.state.critic, restored.step
-
-
-def credited_batch(
-  workdir: epath.PathLike,
-  critic: dict,
-  step: int,
-  cfg: ModelConfig,
-  rl: RLConfig,
-) -> Batch:
-  """The batch that the critic of iteration `step` gave credit to.
-
-  Raises TrajectoryError when its file is missing or damaged.
-  """
-  directory = epath.Path(workdir) / "trajectories"
-  if (directory / f"rl-{step + 1:05d}.array_record").exists():
-    batch = load_batch(workdir, f"rl-{step + 1:05d}")
+  evaluation = None
+  for stage in ("rl", "sft", "base"):
+    if not evaluation and stage in run.evaluated:
+      evaluation = Batch(f"evaluation-{stage}", run.evaluated[stage])
+  if not run.phase("ppo"):
+    return None, evaluation
+  if run.reproducible:
+    iteration = run.last_reproducible()
+    step = iteration - 1
     how = (
       f"the critic of the checkpoint after iteration {step}, so that the "
-      f"numbers are those that the update of iteration {step + 1} had"
+      f"numbers are those that the update of iteration {iteration} had"
     )
   else:
-    batch = load_batch(workdir, f"rl-{step:05d}")
+    iteration = step = run.checkpoints[-1]
     how = (
       f"the critic from after the update of iteration {step}, for none from "
       "before it is kept: it has seen these episodes"
     )
-  return give_credit(batch, critic, how, cfg, rl)
+  critic = run.learner_after(step).critic
+  name = f"rl-{iteration:05d}"
+  batch = give_credit(Batch(name, run.episodes(name)), critic, how, run)
+  if "rl" in run.evaluated:
+    how = (
+      f"the critic of the checkpoint after iteration {step}, as though the "
+      "evaluation had been a batch; nothing was learned from it"
+    )
+    evaluation = give_credit(evaluation, critic, how, run)
+  return batch, evaluation
 
 
-def give_credit(
-  batch: Batch, critic: dict, how: str, cfg: ModelConfig, rl: RLConfig
-) -> Batch:
+def give_credit(batch: Batch, critic: dict, how: str, run: Recorded) -> Batch:
   """Values and advantages of a batch; whitening is over all of it."""
   with user_errors(
     f"trajectories/{batch.name}.array_record does not fit the run's config",
@@ -128,7 +92,7 @@ def give_credit(
     credit.CreditError,
   ):
     values, advantages, _ = learner.estimate_credit(
-      critic, batch.trajectories, cfg, rl
+      critic, batch.trajectories, run.setting.model, run.rl
     )
   return dataclasses.replace(
     batch, values=values, advantages=advantages, critic=how

@@ -41,15 +41,11 @@ from t1jax.charts import (
 from t1jax.evaluate import (
   EXPECTED_ERRORS,
   TOKENIZER_FILE,
-  base_directory,
   keep_compiled_programs,
-  learner_settings,
-  read_setting,
 )
 from t1jax.metrics import SUMMARY_FILE, wilson_interval
-from t1jax.models.tokenizer import SentencePieceTokenizer
 from t1jax.paths import write_atomically
-from t1jax.recorded import Recorded, read
+from t1jax.recorded import Recorded
 
 REPORT_FILE = "report.html"
 # A stage's name here, and the line of the charts whose colour it has.
@@ -85,7 +81,7 @@ def write(workdir: epath.PathLike) -> epath.Path:
     UserError, or one of EXPECTED_ERRORS: what is missing or damaged.
   """
   path = epath.Path(workdir) / REPORT_FILE
-  write_atomically(path, render(read(workdir)))
+  write_atomically(path, render(Recorded(workdir)))
   return path
 
 
@@ -222,10 +218,10 @@ def _paired(run: Recorded) -> Iterable[tuple[str, str, str]]:
   verdicts = {
     stage: {
       t.task: t.outcome.success
-      for t in batch.trajectories
+      for t in played
       if t.outcome.status != "infra_failure"
     }
-    for stage, batch in run.batches.items()
+    for stage, played in run.evaluated.items()
   }
   for after, before, name in (
     ("rl", "sft", "PPO's gain over the warm start"),
@@ -328,10 +324,10 @@ def _by_group(run: Recorded) -> str:
 
 def _group_table(run: Recorded, group: str, caption: str) -> str:
   counts = {
-    stage: collections.defaultdict(lambda: [0, 0]) for stage in run.batches
+    stage: collections.defaultdict(lambda: [0, 0]) for stage in run.evaluated
   }
-  for stage, batch in run.batches.items():
-    for t in batch.trajectories:
+  for stage, played in run.evaluated.items():
+    for t in played:
       if t.outcome.status != "infra_failure":
         pair = counts[stage][getattr(t, group)]
         pair[0] += t.outcome.success
@@ -364,36 +360,12 @@ def _rate(successes: int, trials: int, line: int) -> Html | str:
 
 def _episodes(run: Recorded) -> str:
   """Episodes of the newest credited batch and of the last evaluation."""
-  if not run.batches and not run.phase("ppo"):
+  if not run.evaluated and not run.phase("ppo"):
     return ""
-  config = run.config
-  if config.pretrain.enabled:  # its tokenizer is its own, and comes last
-    tokenizer_file = run.workdir / "base" / TOKENIZER_FILE
-    if not tokenizer_file.exists():
-      return "<p>They can be read once the base and its tokenizer are made.</p>"
-  else:
-    tokenizer_file = base_directory(config) / TOKENIZER_FILE
-  tokenizer = SentencePieceTokenizer.load(tokenizer_file)
-  setting = read_setting(config, tokenizer)
-  evaluation = None
-  for stage in ("rl", "sft", "base"):
-    evaluation = evaluation or run.batches.get(stage)
-  batch = None
-  if run.phase("ppo"):
-    rl = learner_settings(config, setting)
-    critic, step = episodes.load_critic(run.workdir, setting.model, rl)
-    batch = episodes.credited_batch(
-      run.workdir, critic, step, setting.model, rl
-    )
-    if "rl" in run.batches:
-      how = (
-        f"the critic of the checkpoint after iteration {step}, as though the "
-        "evaluation had been a batch; nothing was learned from it"
-      )
-      evaluation = episodes.give_credit(
-        run.batches["rl"], critic, how, setting.model, rl
-      )
-  choices = episodes.choose(batch, evaluation)
+  unmade = not (run.made_base / TOKENIZER_FILE).exists()
+  if run.config.pretrain.enabled and unmade:
+    return "<p>They can be read once the base and its tokenizer are made.</p>"
+  choices = episodes.choose(*episodes.load(run))
   if not choices:
     return ""
   intro = (
@@ -401,7 +373,8 @@ def _episodes(run: Recorded) -> str:
     "underlined. Point at a token, or choose it and walk on with the arrow "
     "keys, to read its id, log-prob, value, advantage, turn and experts.</p>"
   )
-  return intro + episodes.section(choices, tokenizer, setting.model)
+  tokenizer = run.setting.chat.tokenizer
+  return intro + episodes.section(choices, tokenizer, run.setting.model)
 
 
 def _utc(seconds: float) -> str:

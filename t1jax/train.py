@@ -12,7 +12,7 @@ is left alone. Any field can be set: --config.rl.iterations=5.
 import contextlib
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -42,7 +42,6 @@ from t1jax.rl.settings import OptimizerConfig, RLConfig
 from t1jax.rollout import demonstrations
 from t1jax.stages import Run, evaluate_stage
 from t1jax.tasks import datasets
-from t1jax.tasks.task import from_bytes
 from t1jax.wandb_writer import WandbWriter
 
 # A 0 in one of these would be noticed only when its stage begins, or never.
@@ -164,7 +163,7 @@ def train(run: Run) -> dict[str, Any]:
   # ---- data: demonstrations, training tasks, held-out tasks
   data = corpus.build(run.workdir, config, run.setting, run.arena, run.progress)
   run.denominators = schemes.family_denominators(
-    family_scales(datasets.load(data, "train"))
+    corpus.family_scales(datasets.load(data, "train"))
   )
 
   # ---- base and supervised warm start
@@ -195,19 +194,6 @@ def train(run: Run) -> dict[str, Any]:
     **rl_facts,
     "wall_seconds": run.metrics.wall_seconds,
   }
-
-
-def family_scales(
-  examples: Iterable[datasets.Example],
-) -> dict[str, list[int]]:
-  """Number of non-hygiene assertions of each task that was counted."""
-  scales: dict[str, list[int]] = {}
-  for example in examples:
-    task = from_bytes(example["task"])
-    if task.num_assertions:
-      scale = task.num_assertions - len(task.hygiene)
-      scales.setdefault(task.family, []).append(scale)
-  return scales
 
 
 def pretrain(run: Run) -> dict[str, Any]:

@@ -30,7 +30,7 @@ HOUSE = (
   # The programs, the parts of the training program and of the report, and what
   # reads a run.
   {"train", "evaluate", "precompile", "serve", "report", "ablate"}
-  | {"corpus", "stages", "recorded", "recorded_run", "curves", "episodes"},
+  | {"corpus", "stages", "recorded", "curves", "episodes"},
 )
 FLOOR = {room: i for i, rooms in enumerate(HOUSE) for room in rooms}
 # What their workers start with must start in milliseconds, so never JAX.

@@ -93,20 +93,16 @@ def reencode(
   trajectory: Trajectory, chat: Chat
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """Tokens, loss mask and turn ids after every action went through text."""
-  starts = np.flatnonzero(np.diff(trajectory.loss_mask, prepend=False))
   tokens, mask, turns = [], [], []
-  for part in np.split(np.arange(len(trajectory)), starts):
+  for turn, sampled, part in trajectory.segments():
     ids = trajectory.tokens[part].tolist()
-    if not ids:
-      continue
-    sampled = bool(trajectory.loss_mask[part[0]])
     if sampled:
       stop = [chat.stop_id] if ids[-1] == chat.stop_id else []
       text = chat.tokenizer.decode(ids[: len(ids) - len(stop)])
       ids = [*chat.tokenizer.encode(text), *stop]
     tokens += ids
     mask += [sampled] * len(ids)
-    turns += [int(trajectory.turn_ids[part[0]])] * len(ids)
+    turns += [turn] * len(ids)
   return np.array(tokens), np.array(mask), np.array(turns)
 
 

@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from t1jax import recorded_run
 from t1jax.config import UserError
-from t1jax.recorded_run import RecordedRun
+from t1jax.recorded import Recorded
+from t1jax.rewards import schemes
 from t1jax.rl import credit, learner
 from t1jax.rl.critic import explained_variance
 from t1jax.rollout.trajectory import Outcome
@@ -15,7 +15,7 @@ from t1jax.rollout.trajectory import Outcome
 
 @pytest.fixture(scope="module")
 def run(finished):
-  return RecordedRun.open(finished)
+  return Recorded.open(finished)
 
 
 def test_curves_count_from_one(run):
@@ -61,7 +61,7 @@ def test_credit_is_what_the_update_recorded(run):
 def test_rewards_follow_from_assertions_and_scales(run):
   assert set(run.denominators) == set(run.config.families)
   for episode in run.episodes("rl", 1):
-    again = recorded_run.schemes.score(
+    again = schemes.score(
       Outcome(
         "completed",
         success=episode.outcome.success,
@@ -83,29 +83,35 @@ def test_a_relative_directory_is_found_from_below(
   (tmp_path / "runs" / "mine").symlink_to(finished)
   (tmp_path / "notebooks").mkdir()
   monkeypatch.chdir(tmp_path / "notebooks")
-  assert len(RecordedRun.open("runs/mine").metrics) > 5
+  assert len(Recorded.open("runs/mine").records) > 5
   with pytest.raises(UserError, match="no run in runs/other"):
-    RecordedRun.open("runs/other")
+    Recorded.open("runs/other")
 
 
 def test_what_cannot_be_read_is_said(finished, tmp_path):
   record = json.loads((finished / "config.json").read_text())
   (tmp_path / "config.json").write_text(json.dumps(record))
-  young = RecordedRun.open(tmp_path)
+  young = Recorded.open(tmp_path)
   assert young.summary == {} and young.iterations("rl") == ()
   for look in (young.last_reproducible, lambda: young.checkpoints):
     with pytest.raises(UserError, match="has saved no learner yet"):
       look()
   with pytest.raises(UserError, match="no dataset"):
     _ = young.denominators
+  with pytest.raises(UserError, match="nothing is recorded there"):
+    young.curve("ppo", "success")
   record["config"]["pretrain"]["enabled"] = True
   (tmp_path / "config.json").write_text(json.dumps(record))
   with pytest.raises(UserError, match="made a base model"):
-    RecordedRun.open(tmp_path)
+    Recorded.open(tmp_path)
 
 
 def test_a_saved_learner_needs_the_batch_that_it_began(run, tmp_path):
-  lonely = RecordedRun(tmp_path, run.config, run.setting, run.rl, [])
+  (tmp_path / "config.json").write_bytes(
+    (run.workdir / "config.json").read_bytes()
+  )
+  (tmp_path / "metrics.jsonl").touch()
+  lonely = Recorded.open(tmp_path)
   lonely.__dict__["checkpoints"] = (3,)
   with pytest.raises(UserError, match="no PPO batch"):
     lonely.last_reproducible()
