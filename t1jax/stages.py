@@ -226,15 +226,9 @@ def warm_up(
   Its explained variance is measured on tasks that it did not learn from, each
   tried several times.
   """
-  sizes = run.config.warm_up
-  run.progress.phase("warm-up", total=3)
-  played = rollout(run, "rl", state.actor, 0, stream, step=0,
-                   episodes=sizes.episodes)  # fmt: skip
+  run.progress.phase("warm-up", total=2)
+  played, held = warm_up_episodes(run, "rl", state.actor, stream)
   run.progress.update(1)
-  held = rollout(run, "critic", state.actor, 0, stream, step=0,
-                 first=sizes.episodes, episodes=sizes.evaluation,
-                 attempts=sizes.attempts)  # fmt: skip
-  run.progress.update(2)
   state, numbers = learner.warm_up_critic(
     state, played, run.setting.model, run.rl, evaluation=held
   )
@@ -245,8 +239,23 @@ def warm_up(
     for name, number in numbers.items()
     if name.startswith(prefix)
   }
-  run.progress.update(3, **variance)
+  run.progress.update(2, **variance)
   return state, {"explained_variance": variance}
+
+
+def warm_up_episodes(
+  run: Run, stage: str, params: Any, stream: TaskStream
+) -> tuple[list[Trajectory], list[Trajectory]]:
+  """What a critic is warmed up on, and what it is judged on."""
+  sizes = run.config.warm_up
+  played = rollout(
+    run, stage, params, 0, stream, step=0, episodes=sizes.episodes
+  )
+  held = rollout(
+    run, f"{stage}-judged", params, 0, stream, step=0, first=sizes.episodes,
+    episodes=sizes.evaluation, attempts=sizes.attempts,
+  )  # fmt: skip
+  return played, held
 
 
 def imitate_successes(run: Run, sft: Any, data: epath.Path) -> tuple[Any, dict]:
@@ -268,10 +277,8 @@ def imitate_successes(run: Run, sft: Any, data: epath.Path) -> tuple[Any, dict]:
       state, host = restored.state, restored.host
       stream.cursor = host["cursor"]
     else:  # the episodes that PPO spends on warming up its critic
-      sizes = config.warm_up
-      episodes = sizes.episodes + sizes.evaluation * sizes.attempts
-      played = rollout(run, name, state.params, 0, stream, step=0,
-                       episodes=episodes)  # fmt: skip
+      played = warm_up_episodes(run, name, state.params, stream)
+      played = [t for part in played for t in part]
       state, _ = imitate_batch(run, state, played, optimizer, 0)
     for iteration in range(host["iteration"] + 1, config.rl.iterations + 1):
       played = rollout(run, name, state.params, iteration, stream,

@@ -175,7 +175,7 @@ def warm_up_critic(
     The new state; metrics with `explained_variance_before` and `_after`, over
     all action tokens; afterwards also `_first_action`, over the episodes'
     first action tokens alone, and `_within_task`, over deviations from the
-    mean of all attempts at a task (0 unless tasks are tried more than once).
+    mean of all attempts at a task (tasks tried once are left out).
   """
   kept, infra = trainable(trajectories)
   held, _ = trainable(evaluation)
@@ -419,7 +419,8 @@ def _quality(critic, trajectories, cfg, rl):
       whole = np.concatenate(parts).astype(np.float64)
       found["all"][side].append(whole)
       found["first_action"][side].append([part[0] for part in parts])
-      found["within_task"][side].append(whole - whole.mean())
+      if len(indices) > 1:
+        found["within_task"][side].append(whole - whole.mean())
   return {
     name: explained_variance(*(np.concatenate(side) for side in sides))
     for name, sides in found.items()
