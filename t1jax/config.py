@@ -190,6 +190,10 @@ class Invocation:
   source: str  # the value of --config, e.g. "configs/tiny.py:smoke"
   workdir: epath.Path | None  # absolute or gs://; None when not given
   flags: flags.FlagValues  # the program's own flags
+  # Fields that the command line set: (in the file, here).
+  changed: Mapping[str, tuple[Any, Any]] = dataclasses.field(
+    default_factory=dict
+  )
 
 
 def parse_command_line(
@@ -229,6 +233,8 @@ def parse_command_line(
     config = load_config(source)
   elif resume_config and workdir is not None:
     config, source = read_config(workdir), str(workdir / CONFIG_FILE)
+  elif resume_config:
+    raise UserError("--workdir is missing: give a run's directory")
   else:
     raise UserError("--config is missing: say --config=configs/tiny.py")
   before = config.copy_and_resolve_references()
@@ -247,7 +253,11 @@ def parse_command_line(
       f"unexpected argument {positional[0]!r}; expected --FLAG=VALUE"
     )
   _check_tuples(before, config)
-  return Invocation(config.lock(), source, workdir, values)
+  old, new = flatten(_as_json(before)), flatten(_as_json(config))
+  changed = {
+    name: (old[name], new[name]) for name in old if old[name] != new[name]
+  }
+  return Invocation(config.lock(), source, workdir, values, changed)
 
 
 def _help_text(description: str, values: flags.FlagValues) -> str:
@@ -359,6 +369,7 @@ def claim_workdir(
   config: config_dict.ConfigDict,
   *,
   source: str = "",
+  changed: Mapping[str, tuple[Any, Any]] | None = None,
   free_mb: int = 64,
 ) -> epath.Path:
   """Makes `workdir` the run directory of `config`, or finds that it is already.
@@ -370,6 +381,7 @@ def claim_workdir(
     workdir: local or gs:// directory, made when it is missing.
     config: the whole config of the run.
     source: where the config came from; recorded only.
+    changed: what the command line set: (in the file, here); recorded only.
     free_mb: space, in MB, that the run will need at least (local disks only).
 
   Raises:
@@ -398,7 +410,9 @@ def claim_workdir(
           f"{free:.0f} MB free; free some space or choose another --workdir"
         )
     if not record.exists():
-      text = json.dumps({"source": source, "config": mine}, indent=2)
+      text = json.dumps(
+        {"source": source, "changed": changed or {}, "config": mine}, indent=2
+      )
       with paths.refusals(workdir):
         paths.write_atomically(record, text + "\n")
   except OSError as error:
@@ -499,6 +513,29 @@ def _read_record(record: epath.Path) -> dict[str, Any]:
     raise UserError(
       f"{record} is damaged ({error}); delete the run directory, or restore "
       "that file"
+    ) from error
+  return loaded
+
+
+def holds_run(workdir: epath.PathLike, config: config_dict.ConfigDict) -> bool:
+  """Whether the directory holds a run; UserError if it is of another config."""
+  workdir = epath.Path(workdir)
+  record = workdir / CONFIG_FILE
+  if not record.exists():
+    return False
+  _check_same(workdir, _read_record(record)["config"], _as_json(config))
+  return True
+
+
+def read_json(path: epath.Path) -> dict[str, Any]:
+  """A file's JSON object; UserError when it holds none."""
+  try:
+    loaded = json.loads(path.read_text())
+    if not isinstance(loaded, dict):
+      raise ValueError(f"a {type(loaded).__name__}, expected an object")
+  except ValueError as error:
+    raise UserError(
+      f"{path} is damaged ({error}); restore it, or delete it"
     ) from error
   return loaded
 

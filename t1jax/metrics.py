@@ -11,7 +11,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, Self, TextIO
 
 import tensorboardX
@@ -83,6 +83,7 @@ class MetricsWriter:
     *,
     resume_step: int | None = None,
     also: Sink | None = None,
+    check_hold: Callable[[], None] = lambda: None,
   ):
     """Opens the files of a run directory, local or gs://.
 
@@ -93,7 +94,10 @@ class MetricsWriter:
       resume_step: the step of the restored checkpoint. Records of later steps
         are dropped: they will be written again. None starts a new file.
       also: gets what is written, too.
+      check_hold: raises ValueError when another process has taken the run
+        directory over; then nothing of ours may be copied there any more.
     """
+    self._check_hold = check_hold
     self._also = also
     self._mirror = paths.Mirror(workdir)
     self._path = self._mirror.local / METRICS_FILE
@@ -157,12 +161,18 @@ class MetricsWriter:
     self._events.flush()
     if self._also is not None:
       self._also.flush()
+    self._check_hold()
     self._mirror.push()
     self._pushed = time.monotonic()
 
   def close(self) -> None:
     self._events.close()
-    self._mirror.close()
+    try:
+      self._check_hold()
+    except ValueError:  # whoever took over has newer files there
+      self._mirror.drop()
+    else:
+      self._mirror.close()
 
 
 def _line(record: Mapping[str, Any]) -> str:

@@ -208,7 +208,10 @@ class Mirror:
         file = os.path.join(folder, name)
         if os.path.islink(file):
           continue
-        stat = os.stat(file)
+        try:
+          stat = os.stat(file)
+        except FileNotFoundError:  # W&B tidies up behind us
+          continue
         state = (stat.st_size, stat.st_mtime_ns)
         if self._pushed.get(file) != state:
           target = self._path / os.path.relpath(file, self.local)
@@ -220,5 +223,9 @@ class Mirror:
     try:
       self.push()
     finally:
-      if self._temporary is not None:
-        self._temporary.cleanup()
+      self.drop()
+
+  def drop(self) -> None:
+    """Removes the local directory, if there is one, as it is."""
+    if self._temporary is not None:
+      self._temporary.cleanup()

@@ -10,7 +10,6 @@ ever changed, so a run may be read while it trains.
 """
 
 import functools
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -88,7 +87,15 @@ class Recorded:
   @functools.cached_property
   def source(self) -> str:
     """The value of --config; empty where it was not recorded."""
-    return str(_read_json(self.workdir / configs.CONFIG_FILE).get("source", ""))
+    return str(
+      configs.read_json(self.workdir / configs.CONFIG_FILE).get("source", "")
+    )
+
+  @functools.cached_property
+  def changed(self) -> Mapping[str, Any]:
+    """What the command line set: field -> (in the config's file, here)."""
+    record = configs.read_json(self.workdir / configs.CONFIG_FILE)
+    return record.get("changed") or {}
 
   @property
   def made_base(self) -> epath.Path:
@@ -159,13 +166,13 @@ class Recorded:
   def summary(self) -> Mapping[str, Any]:
     """What summary.json says; empty while the run is not finished."""
     file = self.workdir / SUMMARY_FILE
-    return _read_json(file) if file.exists() else {}
+    return configs.read_json(file) if file.exists() else {}
 
   @functools.cached_property
   def evaluations(self) -> Mapping[str, Mapping[str, Any]]:
     """Figures of the evaluations that there are, by stage."""
     files = {s: self.workdir / "evaluations" / f"{s}.json" for s in STAGES}
-    found = {s: _read_json(f) for s, f in files.items() if f.exists()}
+    found = {s: configs.read_json(f) for s, f in files.items() if f.exists()}
     for stage, result in found.items():
       with configs.user_errors(
         f"{files[stage]} is damaged; restore it, or delete it",
@@ -283,16 +290,3 @@ def look_up(path: epath.PathLike) -> epath.Path:
 def _finite(value: Any) -> float | None:
   number = isinstance(value, int | float) and math.isfinite(value)
   return value if number else None
-
-
-def _read_json(path: epath.Path) -> dict[str, Any]:
-  """A JSON object."""
-  try:
-    loaded = json.loads(path.read_text())
-    if not isinstance(loaded, dict):
-      raise ValueError(f"a {type(loaded).__name__}, expected an object")
-  except ValueError as error:
-    raise configs.UserError(
-      f"{path} is damaged ({error}); restore it, or delete it"
-    ) from error
-  return loaded

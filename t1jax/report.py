@@ -17,7 +17,6 @@ report stays.
 import collections
 import datetime
 import math
-import pathlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -147,28 +146,19 @@ def _header(run: Recorded) -> str:
     caption="The whole config",
   )
   return (
-    f'{state}<dl class="facts">{listed}</dl>{_differences(run, fields)}'
+    f'{state}<dl class="facts">{listed}</dl>{_differences(run)}'
     f"<details><summary>The whole config</summary>{whole}</details>"
   )
 
 
-def _differences(run: Recorded, fields: Mapping[str, Any]) -> str:
-  """How the run's config differs from what its file says now."""
-  # Only a file of the project at hand: a run from elsewhere names any file.
-  try:
-    path = pathlib.Path(run.source).resolve()
-    if "://" in run.source or not path.is_relative_to(pathlib.Path.cwd()):
-      return ""
-    defaults = configs.flatten(configs.load_config(run.source).to_dict())
-  except Exception:  # a config is a program: whatever it does, it is no help
-    return ""
+def _differences(run: Recorded) -> str:
+  """What the command line set, as it was recorded when the run began."""
   rows = [
-    (name, str(defaults.get(name, "absent")), str(fields.get(name, "absent")))
-    for name in sorted({*defaults, *fields})
-    if defaults.get(name) != fields.get(name)
+    (name, str(in_file), str(here))
+    for name, (in_file, here) in sorted(run.changed.items())
   ]
   if not rows:
-    return f"<p>All fields as {plain(run.source)} has them.</p>"
+    return ""
   return table(
     ["field", "in the file", "in this run"],
     rows,

@@ -333,7 +333,7 @@ def evaluate_stage(run: Run, stage: str, params: Any) -> dict[str, Any]:
   """Held-out success of a stage's policy; read back if it was taken before."""
   record = run.workdir / "evaluations" / f"{stage}.json"
   if record.exists():
-    return json.loads(record.read_text())
+    return configs.read_json(record)
   held = heldout_tasks(run.setting, run.config.data.heldout)
   run.progress.phase(f"evaluate {stage}", total=len(held))
   done: list[bool] = []
@@ -426,6 +426,7 @@ def keep_scored(
     )
     for t in played
   ]
+  run.check_hold()
   directory = run.workdir / "trajectories"
   storage.write(directory / f"{name}.array_record", scored)
   return scored
@@ -445,6 +446,7 @@ def finish_stage(
   run: Run, name: str, params: Any, facts: Mapping[str, Any]
 ) -> None:
   """Leaves a stage's policy where later stages and programs look for it."""
+  run.check_hold()
   export_base(
     params,
     {"stage": name, "facts": dict(facts)},
@@ -462,8 +464,8 @@ def first_step(config: config_dict.ConfigDict, stage: str) -> int:
   """Where a stage's steps begin in the metrics, counted over all stages."""
   rounds = config.rl.iterations + 1
   lengths = {
-    "evaluate base": 1,
     "pretrain": config.pretrain.steps + 1 if config.pretrain.enabled else 0,
+    "evaluate base": 1,
     "sft": config.sft.max_epochs * sft_epoch(config) + 1,
     "evaluate sft": 1,
     "rl": rounds,

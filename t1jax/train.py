@@ -34,7 +34,12 @@ from t1jax.evaluate import (
   load_stage,
   read_setting,
 )
-from t1jax.metrics import LiveProgress, MetricsWriter, write_summary
+from t1jax.metrics import (
+  SUMMARY_FILE,
+  LiveProgress,
+  MetricsWriter,
+  write_summary,
+)
 from t1jax.models import params as model_params
 from t1jax.models.tokenizer import SentencePieceTokenizer
 from t1jax.rewards import schemes
@@ -87,10 +92,17 @@ def main(argv: Sequence[str]) -> None:
   rl = read_rl(config, setting)
   arena = Arena(config, setting)
   wandb_writer.check(config.wandb)
-  workdir = configs.claim_workdir(call.workdir, config, source=call.source)
-  summary_file = workdir / "summary.json"
+  workdir = configs.claim_workdir(
+    call.workdir, config, source=call.source, changed=call.changed
+  )
+  summary_file = workdir / SUMMARY_FILE
   if summary_file.exists():
-    print(f"{workdir} is finished; its summary:\n{summary_file.read_text()}")
+    summary = configs.read_json(summary_file)
+    print(
+      f"{workdir} is finished; its summary:\n{json.dumps(summary, indent=2)}"
+    )
+    if not (workdir / report.REPORT_FILE).exists():
+      report.write_or_say_why_not(workdir)
     return
 
   with (
@@ -98,7 +110,10 @@ def main(argv: Sequence[str]) -> None:
     LiveProgress() as progress,
     open_wandb(workdir, config, progress) as wandb,
     MetricsWriter(
-      workdir, resume_step=stages.last_step(workdir, config), also=wandb
+      workdir,
+      resume_step=stages.last_step(workdir, config),
+      also=wandb,
+      check_hold=check_hold,
     ) as metrics,
     arena,
   ):
@@ -108,7 +123,8 @@ def main(argv: Sequence[str]) -> None:
     summary = pretrain(run) if pretraining else train(run)
     if wandb is not None:
       wandb.summarise(summary)
-  write_summary(workdir, summary)
+    check_hold()
+    write_summary(workdir, summary)
   print(json.dumps(summary, indent=2))
   report.write_or_say_why_not(workdir)
 

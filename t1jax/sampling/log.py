@@ -2,6 +2,7 @@
 
 Written from the arrays that went to the device and came back, not from what
 the sessions keep: so it can be held against trajectories (`rollout.drift`).
+That a program fed each sampled token to its next step is taken for granted.
 """
 
 import numpy as np
@@ -28,8 +29,9 @@ class Log:
 
   def _write(self, row, seed, first, ids) -> None:
     # An aborted episode's last program may end after its log was taken.
-    if seed in self._rows:
-      self._rows[seed][row, first : first + len(ids)] = ids
+    rows = self._rows.get(seed)
+    if rows is not None:
+      rows[row, first : first + len(ids)] = ids
 
   def take(self) -> dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]:
     """Inputs and samples [n] of each episode, to its last position; forgets."""
