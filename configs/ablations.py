@@ -1,6 +1,6 @@
 """What each part is worth: the main job, short, with one thing changed.
 
-  python -m t1jax.ablate --workdir=runs/ablations --names=no_replay,spr
+  python -m t1jax.ablate --workdir=runs/ablations --names=no_replay,t1_dense
   python -m t1jax.train --config=configs/ablations.py:no_replay --workdir=DIR
 
 Hardware: 2 CPU cores. The first run of a seed makes the warm start that its
@@ -10,9 +10,10 @@ Arguments (`configs/ablations.py:NAME`), each a few lines in `CHANGES`:
   baseline         nothing changed: replay, TB-GAE, SPR, a warm, full critic
   no_replay        the learner routes by itself
   no_warmup        PPO starts with a critic that has learned nothing
-  token_gae        the clock of GAE ticks at every action token
-  binary_reward, fraction_reward, t1_dense, fdr, spr    other rewards
-  critic_small     a critic of one layer in place of all
+  token_gae        the clock of GAE ticks at every action token, lambda 0.95
+  binary_reward, fraction_reward, t1_dense, fdr    other rewards
+  spr              the baseline's own reward: the same as `baseline`
+  critic_small     a critic of one layer, without experts, in place of all
   no_tis           no importance weight from the sampler to the learner
   literal_clip     PPO's ratio in [0.30, 5.00], as the paper's words read
   smoke            beside a name: everything once, learns nothing

@@ -1,11 +1,12 @@
 """Run ablations over several seeds, and compare them on one page.
 
   python -m t1jax.ablate --workdir=runs/ablations
-  python -m t1jax.ablate --workdir=runs/ablations --names=no_replay,spr
+  python -m t1jax.ablate --workdir=runs/ablations --names=no_replay,t1_dense
 
 Trains `--config=FILE.py:NAME` for every name and seed, one after the other, in
 WORKDIR/NAME-SEED. The baseline of a seed comes first; the others begin from its
-dataset and warm start, unless they change what those depend on. After each run
+dataset and warm start, unless they change what those depend on (what they copy
+of its evaluations is scored by its reward). After each run
 WORKDIR/ablations.html and ablations.json say what is known so far. What is
 finished is not done again, and a stopped run goes on: repeat the command.
 """
@@ -20,6 +21,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from ml_collections import config_dict
 from scipy import stats
 
 from t1jax import config as configs
@@ -35,6 +37,8 @@ from t1jax.paths import write_atomically
 BASELINE = "baseline"
 # What a warm start does not depend on: sections, or fields, of the config.
 _AFTER_WARM_START = ("warm_up.", "rl.", "ppo.", "control.", "model.critic_")
+# They also say how demonstrations are packed.
+_PACKING = ("ppo.buckets", "ppo.token_budget")
 # What one run leaves to another that begins where its warm start ended.
 _WARM_START = (
   "data",
@@ -59,27 +63,70 @@ class Result:
 def main(argv: Sequence[str]) -> None:
   """Runs what is not finished yet, and writes the comparison."""
   options, overrides = _options(argv)
-  specs = {
-    name: f"{options.config}:{name}" + (",smoke" if options.smoke else "")
-    for name in (BASELINE, *options.names)
-  }
-  chosen = {name: configs.load_config(spec) for name, spec in specs.items()}
   workdir = pathlib.Path(options.workdir).expanduser().absolute()
-  todo = [(name, seed) for seed in options.seeds for name in chosen]
+  runs = plan(workdir, options, overrides)
+  todo = [run for name in runs for run in runs[name].values()]
+  todo.sort(key=lambda run: run.seed)  # the baseline of a seed comes first
   with LiveProgress() as progress:
     progress.phase("ablations", total=len(todo))
-    for number, (name, seed) in enumerate(todo, start=1):
-      directory = workdir / f"{name}-{seed}"
-      if not (directory / SUMMARY_FILE).exists():
-        progress.say(f"{name}, seed {seed}: {directory}")
-        baseline = workdir / f"{BASELINE}-{seed}"
-        if shares_warm_start(chosen[name], chosen[BASELINE]):
-          lend_warm_start(baseline, directory)
-        _train(specs[name], seed, directory, overrides)
-      results = read_results(workdir, chosen, options.seeds)
+    for number, run in enumerate(todo, start=1):
+      if not run.finished:
+        progress.say(f"{run.name}, seed {run.seed}: {run.directory}")
+        baseline = runs[BASELINE][run.seed]
+        if run is not baseline and shares_warm_start(run, baseline):
+          lend_warm_start(baseline.directory, run.directory)
+        _train(run, overrides)
+      results = read_results(runs)
       write(workdir, results, options.seeds)
-      progress.update(number, **{name: results[name][seed].rl})
+      progress.update(number, **{run.name: results[run.name][run.seed].rl})
   print(workdir / "ablations.html")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """One ablation with one seed."""
+
+  name: str
+  seed: int
+  spec: str  # the value of --config
+  config: config_dict.ConfigDict  # with the seed and all overrides
+  directory: pathlib.Path
+
+  @property
+  def finished(self) -> bool:
+    return (self.directory / SUMMARY_FILE).exists()
+
+
+def plan(
+  workdir: pathlib.Path, options, overrides: Sequence[str]
+) -> dict[str, dict[int, Run]]:
+  """Every run: name -> seed -> run; the baseline first.
+
+  An ablation that changes nothing is the baseline and is left out.
+
+  Raises:
+    UserError: an unknown name or field, or a directory that holds the run of
+      another config.
+  """
+  runs: dict[str, dict[int, Run]] = {}
+  for name in (BASELINE, *options.names):
+    spec = f"{options.config}:{name}" + (",smoke" if options.smoke else "")
+    runs[name] = {}
+    for seed in options.seeds:
+      arguments = [f"--config={spec}", f"--config.seed={seed}", *overrides]
+      config = configs.parse_command_line(
+        [__name__, *arguments], description=""
+      ).config
+      directory = workdir / f"{name}-{seed}"
+      configs.holds_run(directory, config)
+      runs[name][seed] = Run(name, seed, spec, config, directory)
+    if name != BASELINE and all(
+      run.config.to_dict() == runs[BASELINE][seed].config.to_dict()
+      for seed, run in runs[name].items()
+    ):
+      print(f"{name} is what the baseline does: left out", file=sys.stderr)
+      del runs[name]
+  return runs
 
 
 def _options(argv):
@@ -112,17 +159,19 @@ def _options(argv):
     options.seeds = list(dict.fromkeys(map(int, options.seeds.split(","))))
   except ValueError:
     parser.error(f"--seeds={options.seeds}: expected numbers, 0,1,2")
-  known = configs.load_module(options.config).CHANGES
+  known = getattr(configs.load_module(options.config), "CHANGES", None)
+  if not known:
+    parser.error(f"--config={options.config} has no CHANGES to run")
   names = options.names.split(",") if options.names else list(known)
   options.names = [n for n in dict.fromkeys(names) if n != BASELINE]
   return options, overrides
 
 
-def shares_warm_start(one, other) -> bool:
-  """Whether two configs differ only in what comes after the warm start."""
-  a, b = (configs.flatten(c.to_dict()) for c in (one, other))
+def shares_warm_start(one: Run, other: Run) -> bool:
+  """Whether two runs differ only in what comes after the warm start."""
+  a, b = (configs.flatten(r.config.to_dict()) for r in (one, other))
   return all(
-    name.startswith(_AFTER_WARM_START)
+    name.startswith(_AFTER_WARM_START) and name not in _PACKING
     for name in a.keys() | b.keys()
     if a.get(name) != b.get(name)
   )
@@ -140,45 +189,48 @@ def lend_warm_start(source: pathlib.Path, target: pathlib.Path) -> None:
       shutil.copyfile(source / name, target / name)
 
 
-def _train(spec, seed, directory, overrides) -> None:
+def _train(run: Run, overrides: Sequence[str]) -> None:
   command = [
-    sys.executable, "-m", "t1jax.train", f"--config={spec}",
-    f"--config.seed={seed}", f"--workdir={directory}", *overrides,
+    sys.executable, "-m", "t1jax.train", f"--config={run.spec}",
+    f"--config.seed={run.seed}", f"--workdir={run.directory}", *overrides,
   ]  # fmt: skip
-  directory.mkdir(parents=True, exist_ok=True)
-  with open(directory / "log.txt", "ab") as log:
+  run.directory.mkdir(parents=True, exist_ok=True)
+  file = run.directory / "log.txt"
+  with open(file, "ab") as log:
     done = subprocess.run(command, stdout=log, stderr=log, check=False)
   if done.returncode:
-    last = (directory / "log.txt").read_text(errors="replace").strip()
+    said = file.read_text(errors="replace").strip().splitlines()
     raise configs.UserError(
-      f"{spec}, seed {seed}, ended with exit code {done.returncode} "
-      f"({last.splitlines()[-1] if last else 'no output'}); see "
-      f"{directory / 'log.txt'}, mend that, and repeat the command"
+      f"{run.name}, seed {run.seed}, ended with exit code {done.returncode} "
+      f"({said[-1] if said else 'no output'}); see {file}, mend that, and "
+      "repeat the command"
     )
 
 
 def read_results(
-  workdir: pathlib.Path, names, seeds: Sequence[int]
+  runs: Mapping[str, Mapping[int, Run]],
 ) -> dict[str, dict[int, Result]]:
   """What is finished: name -> seed -> result."""
-  found: dict[str, dict[int, Result]] = {name: {} for name in names}
-  for name in names:
-    for seed in seeds:
-      directory = workdir / f"{name}-{seed}"
-      if not (directory / SUMMARY_FILE).exists():
-        continue
-      summary = json.loads((directory / SUMMARY_FILE).read_text())
-      found[name][seed] = Result(
-        sft=summary["strict_success"]["sft"],
-        rl=summary["strict_success"]["rl"],
-        explained_variance=summary["explained_variance"]["after"],
-        learning=tuple(
-          record["success"]
-          for record in read_metrics(directory)
-          if record["phase"] == "ppo"
-        ),
-      )
-  return found
+  return {
+    name: {s: _read_result(r) for s, r in by_seed.items() if r.finished}
+    for name, by_seed in runs.items()
+  }
+
+
+def _read_result(run: Run) -> Result:
+  file = run.directory / SUMMARY_FILE
+  summary = configs.read_json(file)
+  with configs.user_errors(f"{file} lacks a number", KeyError, TypeError):
+    return Result(
+      sft=summary["strict_success"]["sft"],
+      rl=summary["strict_success"]["rl"],
+      explained_variance=summary["explained_variance"]["after"],
+      learning=tuple(
+        record["success"]
+        for record in read_metrics(run.directory)
+        if record["phase"] == "ppo"
+      ),
+    )
 
 
 def difference(
@@ -197,20 +249,17 @@ def difference(
   return mean, mean - reach, mean + reach
 
 
-def verdict(name: str, found: tuple[float, float, float], seeds: int) -> str:
+def verdict(found: tuple[float, float, float], seeds: int) -> str:
   """What a difference to the baseline shows, in words."""
   mean, low, high = (100 * x for x in found)
-  if seeds < 2:
-    return f"{name}: one seed shows nothing ({mean:+.1f} points)"
+  if seeds < 3 or low == high:  # equal by chance: success comes in steps
+    return f"{mean:+.1f} points, which {seeds} such seeds cannot tell from 0"
   between = f"{low:+.1f} to {high:+.1f} points"
   if high < 0:
-    return f"{name} is worse than the baseline ({between}): it matters here"
+    return f"worse than the baseline ({between}): it matters here"
   if low > 0:
-    return f"{name} is better than the baseline ({between})"
-  return (
-    f"{name}: no difference can be shown with {seeds} seeds at this scale "
-    f"({mean:+.1f} points, {between})"
-  )
+    return f"better than the baseline ({between})"
+  return f"no difference can be shown ({mean:+.1f} points, {between})"
 
 
 def write(
@@ -254,7 +303,10 @@ def write(
       ]
     )
     if not itself:
-      words.append(verdict(name, found, common))
+      words.append(
+        f"{name}: on held-out tasks {verdict(found, common)}; while training "
+        f"{verdict(faster, common)}."
+      )
       charts.append(
         line_chart(
           name,
@@ -271,7 +323,8 @@ def write(
     "warm start of its seed; a difference is paired by seed, its interval is "
     "95 % of Student's t over the seeds. Held-out success is of the last "
     "policy; training success is the mean over all iterations, which is less "
-    "noisy and says who learns sooner.</p>"
+    "noisy and says who learns sooner. One interval in twenty misses: among so "
+    "many, expect one that does.</p>"
   )
   columns = [
     "ablation", "held-out success by seed", "mean", "against the baseline",

@@ -2,6 +2,7 @@
 
 from t1jax.charts import Series, bar, duration, line_chart, percent, table
 from t1jax.recorded import Recorded
+from t1jax.rewards.schemes import SCHEMES
 
 
 def draw(run: Recorded) -> str:
@@ -30,7 +31,7 @@ def draw(run: Recorded) -> str:
       "Reward by scheme",
       [
         ppo(f"reward_{part}", part + (" (trained)" if part == scheme else ""))
-        for part in ("spr", "fdr", "t1_dense", "fraction")
+        for part in SCHEMES
       ],
       note="mean per episode",
       bounds=(0.0, None),

@@ -373,7 +373,14 @@ def load_stage(
       f"{', '.join(there) or 'none'}); go on with the same training command, "
       "or name another --stage"
     )
-  return checkpoint.load_base(directory, abstract)[0]
+  try:
+    return checkpoint.load_base(directory, abstract)[0]
+  except checkpoint.CheckpointError as error:
+    raise checkpoint.CheckpointError(
+      f"the policy of stage {stage} cannot be read: {error}; or delete "
+      f"{directory}, and the training command makes it again from the last "
+      "checkpoint"
+    ) from error
 
 
 def stage_directory(workdir: epath.PathLike, stage: str) -> epath.Path:

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 
 from t1jax import ablate
-from t1jax.config import flatten, load_config, load_module
+from t1jax.config import (
+  UserError,
+  claim_workdir,
+  flatten,
+  load_config,
+  load_module,
+)
 
 ROOT = pathlib.Path(__file__).parents[1]
 FILE = str(ROOT / "configs" / "ablations.py")
@@ -25,8 +31,15 @@ def result(rl, learning=(0.2, 0.4)):
   )
 
 
+def planned(tmp_path, *args):
+  options, overrides = ablate._options(
+    ["ablate", f"--workdir={tmp_path}", f"--config={FILE}", *args]
+  )
+  return ablate.plan(tmp_path, options, overrides)
+
+
 @pytest.mark.parametrize("name", ASKED)
-def test_an_ablation_changes_a_few_fields_after_the_warm_start(name):
+def test_an_ablation_changes_a_few_fields(name):
   base, changed = (load_config(f"{FILE}:{n}") for n in ("baseline", name))
   a, b = flatten(base.to_dict()), flatten(changed.to_dict())
   differ = {field for field in a.keys() | b.keys() if a[field] != b[field]}
@@ -36,15 +49,28 @@ def test_an_ablation_changes_a_few_fields_after_the_warm_start(name):
     if a[field] != value
   }
   assert len(differ) <= 3 and (differ or name == "spr")
-  assert ablate.shares_warm_start(base, changed)
 
 
-def test_another_seed_or_model_needs_its_own_warm_start():
-  base = load_config(f"{FILE}:baseline")
-  for field, value in (("seed", 7), ("model.d_model", 64)):
-    other = load_config(f"{FILE}:baseline").unlock()
-    other.update_from_flattened_dict({field: value})
-    assert not ablate.shares_warm_start(other, base)
+def test_what_begins_from_the_baselines_warm_start(tmp_path):
+  runs = planned(tmp_path, "--seeds=0,1")
+  assert set(runs) == {"baseline", *ASKED} - {"spr"}  # that is the baseline
+  for by_seed in runs.values():
+    for seed, run in by_seed.items():
+      assert ablate.shares_warm_start(run, runs["baseline"][seed])
+      assert not ablate.shares_warm_start(run, runs["baseline"][1 - seed])
+  for field in ("model.d_model=64", "ppo.token_budget=2048"):
+    (other,) = planned(tmp_path, "--seeds=0", "--names=fdr",
+                       f"--config.{field}")["fdr"].values()  # fmt: skip
+    assert not ablate.shares_warm_start(other, runs["baseline"][0])
+
+
+def test_a_directory_of_another_config_is_refused(tmp_path):
+  run = planned(tmp_path, "--seeds=0", "--names=baseline")["baseline"][0]
+  claim_workdir(run.directory, run.config)
+  planned(tmp_path, "--seeds=0")
+  for more in (["--smoke"], ["--config.rl.iterations=3"]):
+    with pytest.raises(UserError, match="another config"):
+      planned(tmp_path, "--seeds=0", *more)
 
 
 def test_differences_are_paired_by_seed():
@@ -58,23 +84,22 @@ def test_differences_are_paired_by_seed():
 
 
 def test_words_say_no_more_than_the_interval():
-  assert "matters" in ablate.verdict("x", (-0.2, -0.3, -0.1), 3)
-  assert "better" in ablate.verdict("x", (0.2, 0.1, 0.3), 3)
-  assert "no difference can be shown" in ablate.verdict(
-    "x", (0.1, -0.1, 0.3), 3
-  )
-  assert "shows nothing" in ablate.verdict("x", (0.1, -np.inf, np.inf), 1)
+  assert "matters" in ablate.verdict((-0.2, -0.3, -0.1), 3)
+  assert "better" in ablate.verdict((0.2, 0.1, 0.3), 3)
+  assert "no difference can be shown" in ablate.verdict((0.1, -0.1, 0.3), 3)
+  assert "cannot tell" in ablate.verdict((0.1, 0.05, 0.15), 2)
+  assert "cannot tell" in ablate.verdict((-0.01, -0.01, -0.01), 3)  # by chance
 
 
 def test_the_page_tells_of_what_is_finished(tmp_path):
   results = {
-    "baseline": {0: result(0.8), 1: result(0.82)},
-    "no_replay": {0: result(0.5), 1: result(0.521)},
+    "baseline": {0: result(0.8), 1: result(0.82), 2: result(0.81)},
+    "no_replay": {0: result(0.5), 1: result(0.521), 2: result(0.5)},
     "fdr": {},
   }
-  ablate.write(tmp_path, results, (0, 1))
+  ablate.write(tmp_path, results, (0, 1, 2))
   page = (tmp_path / "ablations.html").read_text()
-  assert "4 runs of 6" in page and "no_<wbr>replay" in page
+  assert "6 runs of 9" in page and "no_<wbr>replay" in page
   assert "it matters here" in page and "http" not in page.replace(
     "http://www.w3.org/2000/svg", ""
   )
@@ -108,6 +133,8 @@ def test_a_warm_start_is_lent_once(tmp_path):
     (["--config.seed=3"], "--seeds"),
     (["extra"], "unexpected extra"),
     (["--config=configs/nothing.py"], "no config file"),
+    (["--config=configs/tiny.py"], "has no CHANGES"),
+    (["--config.bogus=3"], "unknown config field"),
   ],
 )
 def test_a_mistake_is_said_before_any_run(args, message, tmp_path):
