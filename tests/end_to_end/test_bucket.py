@@ -17,6 +17,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 SMALL = (
   "--config=configs/tiny.py:smoke",
   "--config.families=('rename_by_content','merge_branch')",
+  "--config.control.enabled=False",
 )
 RUN = "gs://bucket/run"
 OFFLINE = ("--config.wandb.project=t1jax", "--config.wandb.mode=offline")
@@ -70,15 +71,15 @@ def test_a_killed_run_goes_on(bucket, killed_and_finished):
   )
   assert "record demonstrations" not in done.stderr  # they were there
   summary = json.loads(bucket.read("run/summary.json"))
-  assert set(summary["strict_success"]) == {"base", "sft", "rl", "control"}
+  assert set(summary["strict_success"]) == {"base", "sft", "rl"}
   records = [
     json.loads(line) for line in bucket.read("run/metrics.jsonl").splitlines()
   ]
   steps = [r["step"] for r in records]
   assert steps == sorted(set(steps))
   phases = [r["phase"] for r in records]
-  assert {"sft", "warm_up", "ppo", "control"} <= set(phases)
-  assert phases.count("evaluation") == 4
+  assert {"sft", "warm_up", "ppo"} <= set(phases)
+  assert phases.count("evaluation") == 3
   assert "run/.lock" not in bucket.generations
 
 
@@ -87,7 +88,7 @@ def test_what_a_run_leaves_can_be_read(bucket, killed_and_finished, tmp_path):
   assert not [n for n in names if ".partial" in n]
   events = [n for n in names if n.startswith("run/tensorboard/events.out")]
   assert len(events) == 2  # of the start that was killed, too
-  for stage in ("base", "sft", "rl", "control"):
+  for stage in ("base", "sft", "rl"):
     name = f"run/trajectories/evaluation-{stage}.array_record"
     (tmp_path / stage).write_bytes(bucket.read(name))
     assert len(storage.read(tmp_path / stage)) == 2
