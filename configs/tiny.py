@@ -63,6 +63,9 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
       prefill_buckets=(16, 64),
       columns=(256,),
     ),
+    # Shows the metrics at Weights & Biases, too; "" = not. mode: online, or
+    # offline (nothing leaves the machine).
+    wandb=dict(project="", entity="", mode="online"),
     sandboxes=48,  # alive at once while demonstrations are recorded
     sft=dict(
       batch_size=24,
@@ -129,6 +132,8 @@ def get_config(arg: str | None = None) -> config_dict.ConfigDict:
     config.pretrain.enabled = True
   if "smoke" in variant:
     config.data.update(demonstrations=2, validation=1, train=4, heldout=1)
+    # What has learned so little never succeeds; by this it still earns some.
+    config.rl.reward = "fraction"
     config.sft.max_epochs = 2
     config.warm_up.update(episodes=13, evaluation=6, attempts=2)
     config.rl.update(iterations=1, episodes=13, keep=13)

@@ -24,7 +24,10 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
+from t1jax import paths
+
 _PARTIAL = ".orbax-checkpoint-tmp"
+_COMMITTED = "commit_success.txt"  # where a directory cannot be renamed
 _BASE_PARAMS = "params.msgpack"
 _BASE_CARD = "base.json"
 
@@ -63,6 +66,7 @@ class Checkpoints:
     directory: epath.PathLike,
     *,
     keep: int = 2,
+    read_only: bool = False,
     notify: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
   ):
     """Opens the directory and drops what an interrupted save left there.
@@ -70,12 +74,24 @@ class Checkpoints:
     Args:
       directory: made when missing.
       keep: how many of the latest steps stay.
+      read_only: change nothing there. What looks half-written may be a save
+        that another program is busy with.
       notify: is told, one line each, of half-written steps that are skipped.
+
+    Raises:
+      CheckpointError: `read_only`, and there is no such directory.
     """
     self.directory = epath.Path(directory)
-    if self.directory.exists():
+    self._read_only = read_only
+    if read_only and not self.directory.exists():
+      raise CheckpointError(f"there are no checkpoints in {self.directory}")
+    if self.directory.exists() and not read_only:
       for path in sorted(self.directory.iterdir()):
-        if _PARTIAL in path.name:
+        if _PARTIAL in path.name or (
+          paths.is_remote(path)
+          and path.name.isdigit()
+          and not (path / _COMMITTED).exists()
+        ):
           notify(
             f"skipping half-written checkpoint {path}: the program that wrote "
             "it was stopped"
@@ -84,8 +100,8 @@ class Checkpoints:
       self.directory,
       options=ocp.CheckpointManagerOptions(
         preservation_policy=ocp.checkpoint_managers.LatestN(n=keep),
-        cleanup_tmp_directories=True,
-        create=True,
+        cleanup_tmp_directories=not read_only,
+        create=not read_only,
       ),
       item_handlers={
         "state": ocp.StandardCheckpointHandler(),
@@ -113,8 +129,10 @@ class Checkpoints:
 
     Waits for the save before it, if that is still being written, and raises
     what went wrong with it: OSError ENOSPC when the disk is full. Raises
-    CheckpointError when the step is there already.
+    CheckpointError when the step is there already, or all is read-only.
     """
+    if self._read_only:
+      raise CheckpointError(f"{self.directory} was opened to be read only")
     json.dumps(host, allow_nan=False)  # raises here, not in the background
     if step in self._manager.all_steps():
       raise CheckpointError(f"{self.directory}: step {step} is there already")
@@ -303,9 +321,7 @@ def export_base(
     (_BASE_PARAMS, data),
     (_BASE_CARD, json.dumps(record, indent=2).encode() + b"\n"),
   ):
-    partial = directory / f".{name}.partial"
-    partial.write_bytes(content)
-    partial.replace(directory / name)
+    paths.write_atomically(directory / name, content)
   return len(data)
 
 

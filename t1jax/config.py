@@ -17,13 +17,18 @@ import json
 import os
 import re
 import shutil
+import socket
 import sys
+import types
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from absl import flags
 from etils import epath
 from ml_collections import config_dict, config_flags
+
+from t1jax import paths
 
 CONFIG_FILE = "config.json"
 # A directory with one of these holds a run, whether or not it says which.
@@ -44,6 +49,10 @@ class UserError(ValueError):
   The message is all that they see: what was wrong, where, what was expected and
   what to do, on one line.
   """
+
+  def _render_traceback_(self) -> list[str]:
+    """What a notebook shows (IPython's protocol); programs: `run_program`."""
+    return [f"error: {' '.join(str(self).split())}"]
 
 
 @contextlib.contextmanager
@@ -85,7 +94,7 @@ def run_program(
   except KeyboardInterrupt:
     line = "interrupted; the same command goes on from the last checkpoint"
     code = 130
-  except (UserError, *expected) as error:
+  except (UserError, paths.PathError, *expected) as error:
     line, code = str(error), 2
   except OSError as error:
     if error.errno not in _DISK_ADVICE:
@@ -134,6 +143,25 @@ def load_config(spec: str) -> config_dict.ConfigDict:
   """
   name, _, arg = spec.partition(".py:")
   path = epath.Path(name + ".py" if arg else spec)
+  get_config = getattr(load_module(path), "get_config", None)
+  if get_config is None:
+    raise UserError(f"{path} has no get_config(arg=None); it is not a config")
+  if arg and not inspect.signature(get_config).parameters:
+    raise UserError(f"{path} takes no argument, but was given {arg!r}")
+  try:
+    config = get_config(arg) if arg else get_config()
+  except UserError as error:
+    raise UserError(f"{path}: {error}") from error
+  if not isinstance(config, config_dict.ConfigDict):
+    raise UserError(
+      f"{path}: get_config returned {type(config).__name__}, not a ConfigDict"
+    )
+  return config.lock()
+
+
+def load_module(path: epath.PathLike) -> types.ModuleType:
+  """Runs a config file; UserError when there is none, or it is broken."""
+  path = epath.Path(path)
   if path.suffix != ".py" or not path.is_file():
     folder = path.parent
     there = [str(p) for p in folder.glob("*.py")] if folder.is_dir() else []
@@ -151,20 +179,7 @@ def load_config(spec: str) -> config_dict.ConfigDict:
     raise UserError(
       f"{path}, line {error.lineno}: {error.msg}; mend the config file"
     ) from error
-  get_config = getattr(module, "get_config", None)
-  if get_config is None:
-    raise UserError(f"{path} has no get_config(arg=None); it is not a config")
-  if arg and not inspect.signature(get_config).parameters:
-    raise UserError(f"{path} takes no argument, but was given {arg!r}")
-  try:
-    config = get_config(arg) if arg else get_config()
-  except UserError as error:
-    raise UserError(f"{path}: {error}") from error
-  if not isinstance(config, config_dict.ConfigDict):
-    raise UserError(
-      f"{path}: get_config returned {type(config).__name__}, not a ConfigDict"
-    )
-  return config.lock()
+  return module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,8 +188,12 @@ class Invocation:
 
   config: config_dict.ConfigDict  # loaded, overridden, locked
   source: str  # the value of --config, e.g. "configs/tiny.py:smoke"
-  workdir: epath.Path | None  # absolute; None when not given
+  workdir: epath.Path | None  # absolute or gs://; None when not given
   flags: flags.FlagValues  # the program's own flags
+  # Fields that the command line set: (in the file, here).
+  changed: Mapping[str, tuple[Any, Any]] = dataclasses.field(
+    default_factory=dict
+  )
 
 
 def parse_command_line(
@@ -197,6 +216,7 @@ def parse_command_line(
 
   Raises:
     UserError: one line about the first thing that is wrong.
+    PathError: --workdir is in a bucket that is not there or does not answer.
     SystemExit: after --help.
   """
   values = flags.FlagValues() if flag_values is None else flag_values
@@ -206,13 +226,15 @@ def parse_command_line(
   source, rest = _take_last("config", argv[1:])
   workdir, rest = _take_last("workdir", rest)
   if workdir is not None:
-    if "://" not in workdir:
-      workdir = os.path.abspath(os.path.expanduser(workdir))
-    workdir = epath.Path(workdir)
+    workdir = paths.parse(workdir)
+    if resume_config:
+      paths.check_reachable(workdir)
   if source is not None:
     config = load_config(source)
   elif resume_config and workdir is not None:
     config, source = read_config(workdir), str(workdir / CONFIG_FILE)
+  elif resume_config:
+    raise UserError("--workdir is missing: give a run's directory")
   else:
     raise UserError("--config is missing: say --config=configs/tiny.py")
   before = config.copy_and_resolve_references()
@@ -231,7 +253,11 @@ def parse_command_line(
       f"unexpected argument {positional[0]!r}; expected --FLAG=VALUE"
     )
   _check_tuples(before, config)
-  return Invocation(config.lock(), source, workdir, values)
+  old, new = flatten(_as_json(before)), flatten(_as_json(config))
+  changed = {
+    name: (old[name], new[name]) for name in old if old[name] != new[name]
+  }
+  return Invocation(config.lock(), source, workdir, values, changed)
 
 
 def _help_text(description: str, values: flags.FlagValues) -> str:
@@ -239,7 +265,7 @@ def _help_text(description: str, values: flags.FlagValues) -> str:
   lines += [
     "  --config=FILE.py[:ARG]: the experiment",
     "  --config.FIELD=VALUE: sets one field of it",
-    "  --workdir=DIR: the run directory",
+    "  --workdir=DIR: the run directory; local, or gs://BUCKET/DIR",
   ]
   for name in sorted(values):
     flag = values[name]
@@ -343,26 +369,30 @@ def claim_workdir(
   config: config_dict.ConfigDict,
   *,
   source: str = "",
+  changed: Mapping[str, tuple[Any, Any]] | None = None,
   free_mb: int = 64,
 ) -> epath.Path:
   """Makes `workdir` the run directory of `config`, or finds that it is already.
 
   Writes config.json on the first call. A second call with the same config
-  changes nothing: the run resumes.
+  changes nothing: the run resumes. Its section `wandb` may differ.
 
   Args:
     workdir: local or gs:// directory, made when it is missing.
     config: the whole config of the run.
     source: where the config came from; recorded only.
+    changed: what the command line set: (in the file, here); recorded only.
     free_mb: space, in MB, that the run will need at least (local disks only).
 
   Raises:
     UserError: the directory holds the run of another config (the message lists
       what differs) or of an unknown one, cannot be written, or has no room.
+    PathError: its bucket is not there, refuses access or does not answer.
   """
   workdir = epath.Path(workdir)
   record = workdir / CONFIG_FILE
   mine = _as_json(config)
+  paths.check_reachable(workdir)
   try:
     workdir.mkdir(parents=True, exist_ok=True)
     if record.exists():
@@ -372,7 +402,7 @@ def claim_workdir(
         f"workdir {workdir} holds a run ({held[0]}) but no {CONFIG_FILE} that "
         "says of what; choose another --workdir, or delete it"
       )
-    if "://" not in str(workdir):
+    if not paths.is_remote(workdir):
       free = shutil.disk_usage(workdir).free / 1e6
       if free < free_mb:
         raise UserError(
@@ -380,11 +410,11 @@ def claim_workdir(
           f"{free:.0f} MB free; free some space or choose another --workdir"
         )
     if not record.exists():
-      written = workdir / f".{CONFIG_FILE}.partial"
-      written.write_text(
-        json.dumps({"source": source, "config": mine}, indent=2) + "\n"
+      text = json.dumps(
+        {"source": source, "changed": changed or {}, "config": mine}, indent=2
       )
-      written.replace(record)
+      with paths.refusals(workdir):
+        paths.write_atomically(record, text + "\n")
   except OSError as error:
     raise UserError(
       f"workdir {workdir} cannot be used: {error.strerror or error}; choose "
@@ -394,17 +424,28 @@ def claim_workdir(
 
 
 @contextlib.contextmanager
-def hold_workdir(workdir: epath.Path) -> Iterator[None]:
-  """Keeps other processes out of a claimed run directory (local disks only).
+def hold_workdir(workdir: epath.Path) -> Iterator[Callable[[], None]]:
+  """Keeps two processes from working in one run directory.
+
+  On a local disk the first holds it until it ends, however it ends, and a
+  second is refused. In a bucket nobody can tell a holder that was killed from
+  one that is silent. There the last one to start holds it, so that a run that
+  lost its machine goes on elsewhere at once, and the one before notices.
+
+  Yields: a function that raises UserError when the directory was taken over;
+    to be called before anything is recorded.
 
   Raises:
-    UserError: another process works in it; the message says which.
+    UserError: another process works in it (local disks); the message says
+      which.
   """
-  if "://" in str(workdir):
-    yield
+  lock = workdir / ".lock"
+  if paths.is_remote(workdir):
+    with _last_one(lock) as check:
+      yield check
     return
   # The file stays: were it deleted, two could hold two files of one name.
-  with open(workdir / ".lock", "a+") as file:
+  with open(lock, "a+") as file:
     try:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -416,7 +457,40 @@ def hold_workdir(workdir: epath.Path) -> Iterator[None]:
     file.truncate(0)
     file.write(f"{os.getpid()}\n")
     file.flush()
-    yield
+    yield lambda: None
+
+
+@contextlib.contextmanager
+def _last_one(lock: epath.Path) -> Iterator[Callable[[], None]]:
+  """Holds an object by having written it last."""
+  me = f"process {os.getpid()} of {socket.gethostname()}"
+  mine = f"{me}\n{uuid.uuid4()}\n"
+
+  def holder() -> str:
+    try:
+      return lock.read_text()
+    except FileNotFoundError:
+      return ""
+
+  def check() -> None:
+    if (now := holder()) != mine:
+      raise UserError(
+        f"workdir {lock.parent} was taken over by "
+        f"{now.split(chr(10))[0] or 'someone who deleted it'}; this process "
+        "stops, and its run goes on there"
+      )
+
+  if before := holder().split("\n")[0]:
+    print(
+      f"{before} did not leave {lock.parent} in order; {me} takes it over",
+      file=sys.stderr,
+    )
+  paths.write_atomically(lock, mine)
+  try:
+    yield check
+  finally:
+    if holder() == mine:
+      lock.unlink()
 
 
 def read_config(workdir: epath.PathLike) -> config_dict.ConfigDict:
@@ -443,6 +517,29 @@ def _read_record(record: epath.Path) -> dict[str, Any]:
   return loaded
 
 
+def holds_run(workdir: epath.PathLike, config: config_dict.ConfigDict) -> bool:
+  """Whether the directory holds a run; UserError if it is of another config."""
+  workdir = epath.Path(workdir)
+  record = workdir / CONFIG_FILE
+  if not record.exists():
+    return False
+  _check_same(workdir, _read_record(record)["config"], _as_json(config))
+  return True
+
+
+def read_json(path: epath.Path) -> dict[str, Any]:
+  """A file's JSON object; UserError when it holds none."""
+  try:
+    loaded = json.loads(path.read_text())
+    if not isinstance(loaded, dict):
+      raise ValueError(f"a {type(loaded).__name__}, expected an object")
+  except ValueError as error:
+    raise UserError(
+      f"{path} is damaged ({error}); restore it, or delete it"
+    ) from error
+  return loaded
+
+
 def _check_same(
   workdir: epath.Path, theirs: Mapping[str, Any], mine: Mapping[str, Any]
 ) -> None:
@@ -451,7 +548,9 @@ def _check_same(
   changed = [
     f"{name} ({_shown(there, name)} there, {_shown(here, name)} here)"
     for name in sorted({*there, *here})
-    if there.get(name, absent) != here.get(name, absent)
+    # Where the numbers are shown changes none of them.
+    if not name.startswith("wandb.")
+    and there.get(name, absent) != here.get(name, absent)
   ]
   if changed:
     more = f" and {len(changed) - 6} more" if len(changed) > 6 else ""

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -181,6 +181,19 @@ class TaskStream:
   @cursor.setter
   def cursor(self, state: Any) -> None:
     self._batches.set_state(state)
+
+
+def family_scales(
+  examples: Iterable[datasets.Example],
+) -> dict[str, list[int]]:
+  """Number of non-hygiene assertions of each task that was counted."""
+  scales: dict[str, list[int]] = {}
+  for example in examples:
+    task = from_bytes(example["task"])
+    if task.num_assertions:
+      scale = task.num_assertions - len(task.hygiene)
+      scales.setdefault(task.family, []).append(scale)
+  return scales
 
 
 def shown_names(

@@ -16,23 +16,26 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import jax
+import numpy as np
 from absl import flags
 from etils import epath
 from ml_collections import config_dict
 
-from t1jax import checkpoint
+from t1jax import checkpoint, paths
 from t1jax import config as configs
 from t1jax.metrics import LiveProgress, MetricsError, wilson_interval
 from t1jax.models import params as model_params
 from t1jax.models.config import ModelConfig
 from t1jax.models.tokenizer import SentencePieceTokenizer, TokenizerError
 from t1jax.rewards import verifier
+from t1jax.rl.settings import RLConfig
 from t1jax.rollout import harness
 from t1jax.rollout.chat import Chat
 from t1jax.rollout.collect import Attempt, Routing, Runner, collect
 from t1jax.rollout.trajectory import Trajectory, TrajectoryError
 from t1jax.sampling.client import EngineClient
 from t1jax.sampling.engine import Engine
+from t1jax.sampling.log import Log
 from t1jax.sandbox.base import Limits, SandboxError
 from t1jax.sandbox.environment import install_environment
 from t1jax.sandbox.farm import Farm
@@ -109,6 +112,22 @@ def read_setting(
   )
 
 
+def learner_settings(
+  config: config_dict.ConfigDict, setting: Setting
+) -> RLConfig:
+  """The learner's settings; raises UserError for one that is out of range."""
+  with configs.user_errors("config section ppo"):
+    return RLConfig.from_dict(
+      {
+        **config.ppo,
+        "max_turns": config.limits.max_turns,
+        "seed": config.seed,
+        "temperature": config.sampler.temperature,
+        "forbidden_ids": setting.chat.forbidden_ids,
+      }
+    )
+
+
 def read_families(config: config_dict.ConfigDict) -> tuple[Family, ...]:
   """The families that a config names; all of them when it names none."""
   with configs.user_errors("config field families", TaskError):
@@ -121,7 +140,8 @@ def read_families(config: config_dict.ConfigDict) -> tuple[Family, ...]:
 
 
 def base_directory(config: config_dict.ConfigDict) -> epath.Path:
-  """Where the base model and its tokenizer lie."""
+  """Where the base model and its tokenizer lie; raises PathError if nowhere."""
+  paths.check_reachable(config.base)
   return epath.Path(config.base) if config.base else ASSETS / "tiny"
 
 
@@ -155,12 +175,14 @@ class Arena:
   def __init__(self, config: config_dict.ConfigDict, setting: Setting):
     self._setting = setting
     self._slots = config.sampler.num_slots
+    self._log = Log(setting.limits.max_tokens)
     with configs.user_errors("config section sampler", ValueError, TypeError):
       self._engine = Engine(
         setting.model,
         max_len=setting.limits.max_tokens,
         stop_id=setting.chat.stop_id,
         forbidden_ids=setting.chat.forbidden_ids,
+        log=self._log,
         **config.sampler,
       )
     self._farm = Farm(max_sandboxes=max(config.sandboxes, self._slots))
@@ -203,6 +225,10 @@ class Arena:
       await install_environment(sandbox, task)
       yield sandbox
 
+  def take_log(self) -> dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]:
+    """What the engine ran in the last `play`: see `sampling.log`."""
+    return self._log.take()
+
   def play(
     self,
     params: Any,
@@ -213,6 +239,7 @@ class Arena:
     on_done: Callable[[Trajectory], None] = lambda trajectory: None,
   ) -> list[Trajectory]:
     """Plays attempts with these parameters; see `rollout.collect`."""
+    self._log.take()  # what nobody asked for
     self._engine.load(params, weight_version)
     model = self._setting.model
     runner = Runner(
@@ -346,7 +373,14 @@ def load_stage(
       f"{', '.join(there) or 'none'}); go on with the same training command, "
       "or name another --stage"
     )
-  return checkpoint.load_base(directory, abstract)[0]
+  try:
+    return checkpoint.load_base(directory, abstract)[0]
+  except checkpoint.CheckpointError as error:
+    raise checkpoint.CheckpointError(
+      f"the policy of stage {stage} cannot be read: {error}; or delete "
+      f"{directory}, and the training command makes it again from the last "
+      "checkpoint"
+    ) from error
 
 
 def stage_directory(workdir: epath.PathLike, stage: str) -> epath.Path:

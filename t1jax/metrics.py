@@ -11,8 +11,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping
-from typing import Any, Self, TextIO
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, Self, TextIO
 
 import tensorboardX
 from etils import epath
@@ -26,11 +26,12 @@ from rich.progress import (
   TimeElapsedColumn,
 )
 
+from t1jax import paths
+
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
-# Object stores cannot append: there the whole file is written again, but not
-# more often than this, in seconds.
-_REWRITE_SECONDS = 30.0
+# To a bucket whole files are copied, but not more often than this, in seconds.
+_PUSH_SECONDS = 30.0
 
 
 class MetricsError(ValueError):
@@ -65,33 +66,51 @@ def read_metrics(workdir: epath.PathLike) -> list[dict[str, Any]]:
   return records
 
 
+class Sink(Protocol):
+  """Where the numbers go as well, e.g. `wandb_writer.WandbWriter`."""
+
+  def write(self, step: int, phase: str, values: Mapping[str, Any]) -> None: ...
+
+  def flush(self) -> None: ...
+
+
 class MetricsWriter:
   """Appends numbers to metrics.jsonl and to TensorBoard events."""
 
   def __init__(
-    self, workdir: epath.PathLike, *, resume_step: int | None = None
+    self,
+    workdir: epath.PathLike,
+    *,
+    resume_step: int | None = None,
+    also: Sink | None = None,
+    check_hold: Callable[[], None] = lambda: None,
   ):
     """Opens the files of a run directory, local or gs://.
+
+    In a bucket they are behind by up to half a minute, until `flush`.
 
     Args:
       workdir: the run directory; made when missing.
       resume_step: the step of the restored checkpoint. Records of later steps
         are dropped: they will be written again. None starts a new file.
+      also: gets what is written, too.
+      check_hold: raises ValueError when another process has taken the run
+        directory over; then nothing of ours may be copied there any more.
     """
-    workdir = epath.Path(workdir)
-    workdir.mkdir(parents=True, exist_ok=True)
-    self._path = workdir / METRICS_FILE
+    self._check_hold = check_hold
+    self._also = also
+    self._mirror = paths.Mirror(workdir)
+    self._path = self._mirror.local / METRICS_FILE
     kept = [] if resume_step is None else read_metrics(workdir)
     kept = [r for r in kept if r["step"] <= resume_step]
-    self._lines = [_line(r) for r in kept]
+    paths.write_atomically(self._path, "".join(map(_line, kept)))
     self._before = kept[-1].get("wall_seconds", 0.0) if kept else 0.0
     self._started = time.monotonic()
-    self._rewrite()
-    self._appends = "://" not in str(self._path)
     self._events = tensorboardX.SummaryWriter(
-      str(workdir / "tensorboard"),
+      str(self._mirror.local / "tensorboard"),
       purge_step=None if resume_step is None else resume_step + 1,
     )
+    self.flush()
 
   def __enter__(self) -> Self:
     return self
@@ -118,31 +137,42 @@ class MetricsWriter:
     if clash := record.keys() & values.keys():
       raise ValueError(f"metric names {sorted(clash)} are taken; rename them")
     numbers = {name: _number(name, value) for name, value in values.items()}
-    line = _line({**record, **numbers})
-    if self._appends:
-      with self._path.open("a") as file:
-        file.write(line)
-    else:
-      self._lines.append(line)
-      if time.monotonic() - self._rewritten > _REWRITE_SECONDS:
-        self._rewrite()
+    with self._path.open("a") as file:
+      file.write(_line({**record, **numbers}))
     for name, value in numbers.items():
       if value is not None:
         self._events.add_scalar(f"{phase}/{name}", value, step)
+    if self._also is not None:
+      self._also.write(int(step), phase, numbers)
+    if time.monotonic() - self._pushed > _PUSH_SECONDS:
+      self.flush()
 
   @property
   def wall_seconds(self) -> float:
     """Seconds that the run has worked, over all resumes."""
     return self._before + time.monotonic() - self._started
 
-  def close(self) -> None:
-    if not self._appends:
-      self._rewrite()
-    self._events.close()
+  def flush(self) -> None:
+    """Returns when all that was written is where the run directory is.
 
-  def _rewrite(self) -> None:
-    write_atomically(self._path, "".join(self._lines))
-    self._rewritten = time.monotonic()
+    To be called before anything is saved that a resumed run goes on from: what
+    the metrics lack by then is never written again.
+    """
+    self._events.flush()
+    if self._also is not None:
+      self._also.flush()
+    self._check_hold()
+    self._mirror.push()
+    self._pushed = time.monotonic()
+
+  def close(self) -> None:
+    self._events.close()
+    try:
+      self._check_hold()
+    except ValueError:  # whoever took over has newer files there
+      self._mirror.drop()
+    else:
+      self._mirror.close()
 
 
 def _line(record: Mapping[str, Any]) -> str:
@@ -159,17 +189,9 @@ def _number(name: str, value: Any) -> int | float | None:
   return value if math.isfinite(value) else None
 
 
-def write_atomically(path: epath.PathLike, text: str) -> None:
-  """Writes a file so that readers see the old text or the new, never half."""
-  path = epath.Path(path)
-  partial = path.with_name(f".{path.name}.partial")
-  partial.write_text(text)
-  partial.replace(path)
-
-
 def write_summary(workdir: epath.PathLike, summary: Mapping[str, Any]) -> None:
   """Writes summary.json of a run directory, whole or not at all."""
-  write_atomically(
+  paths.write_atomically(
     epath.Path(workdir) / SUMMARY_FILE,
     json.dumps(summary, indent=2, allow_nan=False) + "\n",
   )

@@ -28,13 +28,14 @@ from t1jax.evaluate import (
   read_families,
   stage_directory,
 )
-from t1jax.metrics import LiveProgress, MetricsWriter, write_atomically
+from t1jax.metrics import LiveProgress, MetricsWriter
+from t1jax.paths import write_atomically
 from t1jax.rewards import schemes
 from t1jax.rl import batching, learner, supervised
 from t1jax.rl.agreement import agreement
 from t1jax.rl.critic import init_from_actor
 from t1jax.rl.settings import OptimizerConfig, RLConfig
-from t1jax.rollout import storage
+from t1jax.rollout import drift, storage
 from t1jax.rollout.collect import Attempt
 from t1jax.rollout.trajectory import Demonstration, Trajectory
 from t1jax.tasks import datasets
@@ -51,7 +52,21 @@ class Run:
   arena: Arena
   metrics: MetricsWriter
   progress: LiveProgress
+  check_hold: Callable[[], None]  # raises when another process runs it now
   denominators: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+  def record(self, step: int, phase: str, numbers: Mapping[str, Any]) -> None:
+    """Records the numbers of one step, as long as the run is ours."""
+    self.check_hold()
+    self.metrics.write(step, phase, numbers)
+
+  def save(
+    self, checkpoints: Checkpoints, step: int, state: Any, host: Mapping
+  ) -> None:
+    """Saves a stage's state; the metrics up to it are kept first."""
+    self.check_hold()
+    self.metrics.flush()
+    checkpoints.save(step, state, host)
 
 
 def supervise(
@@ -99,7 +114,7 @@ def supervise(
       loss = supervised.evaluation_loss(state.params, held, cfg)
       numbers = {k: float(v) for k, v in report.items()}
       numbers["validation_loss"] = loss
-      run.metrics.write(first + host["step"], name, numbers)
+      run.record(first + host["step"], name, numbers)
       run.progress.update(host["step"], **numbers)
       if loss < host["best"] * (1 - tolerance):
         host |= {"best": loss, "stale": 0}
@@ -107,7 +122,7 @@ def supervise(
       else:
         host["stale"] += 1
       host["cursor"] = jsonable(stream.get_state())
-      checkpoints.save(host["step"], {"state": state, "best": best}, host)
+      run.save(checkpoints, host["step"], {"state": state, "best": best}, host)
   finish_stage(run, name, best, {"validation_loss": host["best"]})
   return best
 
@@ -132,9 +147,10 @@ def reinforce(run: Run, sft: Any, data: epath.Path) -> tuple[Any, dict]:
         "iteration": 0,
         "cursor": stream.cursor,
         "facts": facts,
+        "drift": dataclasses.asdict(drift.Drift()),
       }
-      checkpoints.save(0, state, host)
-    facts = host["facts"]
+      run.save(checkpoints, 0, state, host)
+    facts, drifted = host["facts"], drift.Drift(**host["drift"])
     run.progress.phase("ppo", total=config.rl.iterations)
     for iteration in range(host["iteration"] + 1, config.rl.iterations + 1):
       clock = time.monotonic()
@@ -142,13 +158,20 @@ def reinforce(run: Run, sft: Any, data: epath.Path) -> tuple[Any, dict]:
                        stream, step=iteration, episodes=config.rl.episodes,
                        keep=config.rl.keep)  # fmt: skip
       rollout_seconds = time.monotonic() - clock
-      state, numbers = learner.ppo_update(state, played, cfg, run.rl)
+      packed: list[batching.MicroBatch] = []
+      state, numbers = learner.ppo_update(
+        state, played, cfg, run.rl, observe=packed.extend
+      )
+      seeds = [t.seed for t in learner.trainable(played)[0]]
+      found = drift.audit(packed, seeds, run.arena.take_log())
+      drifted += found
       numbers |= {
         "seconds_rollout": rollout_seconds,
         "seconds_step": time.monotonic() - clock,
         **episode_seconds(played),
+        **found.facts(),
       }
-      run.metrics.write(first + iteration, "ppo", numbers)
+      run.record(first + iteration, "ppo", numbers)
       run.progress.update(
         iteration,
         **{k: numbers[k] for k in HEADLINE if k in numbers},
@@ -156,14 +179,15 @@ def reinforce(run: Run, sft: Any, data: epath.Path) -> tuple[Any, dict]:
       done = iteration == config.rl.iterations
       if done:
         facts |= {"logprob_gap": numbers["logprob_gap"]}
-        facts |= routing_facts(run, state.actor, played)
+        facts |= routing_facts(run, state.actor, played) | drifted.facts()
       if done or iteration % config.rl.checkpoint_every == 0:
         host |= {
           "iteration": iteration,
           "cursor": stream.cursor,
           "facts": facts,
+          "drift": dataclasses.asdict(drifted),
         }
-        checkpoints.save(iteration, state, host)
+        run.save(checkpoints, iteration, state, host)
   finish_stage(run, name, state.actor, facts)
   return state.actor, facts
 
@@ -208,7 +232,7 @@ def warm_up(
   state, numbers = learner.warm_up_critic(
     state, played, run.setting.model, run.rl, evaluation=held
   )
-  run.metrics.write(first_step(run.config, "rl"), "warm_up", numbers)
+  run.record(first_step(run.config, "rl"), "warm_up", numbers)
   prefix = "explained_variance_"
   variance = {
     name.removeprefix(prefix): number
@@ -261,7 +285,7 @@ def imitate_successes(run: Run, sft: Any, data: epath.Path) -> tuple[Any, dict]:
                        step=iteration, episodes=config.rl.episodes,
                        keep=config.rl.keep)  # fmt: skip
       state, numbers = imitate_batch(run, state, played, optimizer, iteration)
-      run.metrics.write(first + iteration, name, numbers)
+      run.record(first + iteration, name, numbers)
       run.progress.update(iteration, **numbers)
       done = iteration == config.rl.iterations
       if done or iteration % config.rl.checkpoint_every == 0:
@@ -269,7 +293,7 @@ def imitate_successes(run: Run, sft: Any, data: epath.Path) -> tuple[Any, dict]:
           "iteration": iteration,
           "cursor": stream.cursor,
         }
-        checkpoints.save(iteration, state, host)
+        run.save(checkpoints, iteration, state, host)
   finish_stage(run, name, state.params, {})
   return state.params, {}
 
@@ -309,7 +333,7 @@ def evaluate_stage(run: Run, stage: str, params: Any) -> dict[str, Any]:
   """Held-out success of a stage's policy; read back if it was taken before."""
   record = run.workdir / "evaluations" / f"{stage}.json"
   if record.exists():
-    return json.loads(record.read_text())
+    return configs.read_json(record)
   held = heldout_tasks(run.setting, run.config.data.heldout)
   run.progress.phase(f"evaluate {stage}", total=len(held))
   done: list[bool] = []
@@ -324,9 +348,8 @@ def evaluate_stage(run: Run, stage: str, params: Any) -> dict[str, Any]:
   keep_scored(run, f"evaluation-{stage}", played)
   check_infra(run, played, tolerated=0.02)
   step = first_step(run.config, f"evaluate {stage}")
-  run.metrics.write(
-    step, "evaluation", {f"success_{stage}": result["strict_success"]}
-  )
+  run.record(step, "evaluation", {f"success_{stage}": result["strict_success"]})
+  run.metrics.flush()
   record.parent.mkdir(parents=True, exist_ok=True)
   write_atomically(record, json.dumps(result) + "\n")
   return result
@@ -403,6 +426,7 @@ def keep_scored(
     )
     for t in played
   ]
+  run.check_hold()
   directory = run.workdir / "trajectories"
   storage.write(directory / f"{name}.array_record", scored)
   return scored
@@ -422,6 +446,7 @@ def finish_stage(
   run: Run, name: str, params: Any, facts: Mapping[str, Any]
 ) -> None:
   """Leaves a stage's policy where later stages and programs look for it."""
+  run.check_hold()
   export_base(
     params,
     {"stage": name, "facts": dict(facts)},
@@ -439,8 +464,8 @@ def first_step(config: config_dict.ConfigDict, stage: str) -> int:
   """Where a stage's steps begin in the metrics, counted over all stages."""
   rounds = config.rl.iterations + 1
   lengths = {
-    "evaluate base": 1,
     "pretrain": config.pretrain.steps + 1 if config.pretrain.enabled else 0,
+    "evaluate base": 1,
     "sft": config.sft.max_epochs * sft_epoch(config) + 1,
     "evaluate sft": 1,
     "rl": rounds,

@@ -2,16 +2,17 @@
 
   python -m t1jax.train --config=configs/tiny.py --workdir=runs/tiny
 
-The run directory holds config.json, metrics.jsonl, TensorBoard events, the
-data, checkpoints, the trajectories of every rollout and evaluation, the policy
-of each stage and summary.json. The same command on the same directory goes on
-where the run was stopped; a finished run is left alone. Any field can be set:
---config.rl.iterations=5.
+The run directory, local or gs://BUCKET/DIR, holds config.json, metrics.jsonl,
+TensorBoard events, the data, checkpoints, the trajectories of every rollout and
+evaluation, the policy of each stage, summary.json and report.html. The same
+command on the same directory goes on where the run was stopped; a finished run
+is left alone. Any field can be set: --config.rl.iterations=5.
 """
 
+import contextlib
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from etils import epath
 from ml_collections import config_dict
 
 from t1jax import config as configs
-from t1jax import corpus, stages
+from t1jax import corpus, report, stages, wandb_writer
 from t1jax.checkpoint import export_base
 from t1jax.evaluate import (
   EXPECTED_ERRORS,
@@ -29,10 +30,16 @@ from t1jax.evaluate import (
   Setting,
   base_directory,
   keep_compiled_programs,
+  learner_settings,
   load_stage,
   read_setting,
 )
-from t1jax.metrics import LiveProgress, MetricsWriter, write_summary
+from t1jax.metrics import (
+  SUMMARY_FILE,
+  LiveProgress,
+  MetricsWriter,
+  write_summary,
+)
 from t1jax.models import params as model_params
 from t1jax.models.tokenizer import SentencePieceTokenizer
 from t1jax.rewards import schemes
@@ -40,7 +47,7 @@ from t1jax.rl.settings import OptimizerConfig, RLConfig
 from t1jax.rollout import demonstrations
 from t1jax.stages import Run, evaluate_stage
 from t1jax.tasks import datasets
-from t1jax.tasks.task import from_bytes
+from t1jax.wandb_writer import WandbWriter
 
 # A 0 in one of these would be noticed only when its stage begins, or never.
 _AT_LEAST_ONE = (
@@ -84,24 +91,51 @@ def main(argv: Sequence[str]) -> None:
   setting = read_setting(config, tokenizer)
   rl = read_rl(config, setting)
   arena = Arena(config, setting)
-  workdir = configs.claim_workdir(call.workdir, config, source=call.source)
-  summary_file = workdir / "summary.json"
+  wandb_writer.check(config.wandb)
+  workdir = configs.claim_workdir(
+    call.workdir, config, source=call.source, changed=call.changed
+  )
+  summary_file = workdir / SUMMARY_FILE
   if summary_file.exists():
-    print(f"{workdir} is finished; its summary:\n{summary_file.read_text()}")
+    summary = configs.read_json(summary_file)
+    print(
+      f"{workdir} is finished; its summary:\n{json.dumps(summary, indent=2)}"
+    )
+    if not (workdir / report.REPORT_FILE).exists():
+      report.write_or_say_why_not(workdir)
     return
 
   with (
-    configs.hold_workdir(workdir),
+    configs.hold_workdir(workdir) as check_hold,
     LiveProgress() as progress,
+    open_wandb(workdir, config, progress) as wandb,
     MetricsWriter(
-      workdir, resume_step=stages.last_step(workdir, config)
+      workdir,
+      resume_step=stages.last_step(workdir, config),
+      also=wandb,
+      check_hold=check_hold,
     ) as metrics,
     arena,
   ):
-    run = Run(config, setting, rl, workdir, arena, metrics, progress)
+    run = Run(
+      config, setting, rl, workdir, arena, metrics, progress, check_hold
+    )
     summary = pretrain(run) if pretraining else train(run)
-  write_summary(workdir, summary)
+    if wandb is not None:
+      wandb.summarise(summary)
+    check_hold()
+    write_summary(workdir, summary)
   print(json.dumps(summary, indent=2))
+  report.write_or_say_why_not(workdir)
+
+
+def open_wandb(
+  workdir: epath.Path, config: config_dict.ConfigDict, progress: LiveProgress
+) -> contextlib.AbstractContextManager[WandbWriter | None]:
+  """A writer to W&B, or nothing when the config names no project."""
+  if not config.wandb.project:
+    return contextlib.nullcontext()
+  return WandbWriter(workdir, config, notify=progress.say)
 
 
 def read_rl(config: config_dict.ConfigDict, setting: Setting) -> RLConfig:
@@ -122,16 +156,8 @@ def read_rl(config: config_dict.ConfigDict, setting: Setting) -> RLConfig:
     )
   with configs.user_errors("config section rl"):
     schemes.check(config.rl.reward, config.rl.max_assertions)
-  with configs.user_errors("config sections ppo, sft, control, pretrain"):
-    rl = RLConfig.from_dict(
-      {
-        **config.ppo,
-        "max_turns": config.limits.max_turns,
-        "seed": config.seed,
-        "temperature": config.sampler.temperature,
-        "forbidden_ids": setting.chat.forbidden_ids,
-      }
-    )
+  rl = learner_settings(config, setting)
+  with configs.user_errors("config sections sft, control, pretrain"):
     for section in (config.sft, config.pretrain):
       OptimizerConfig.from_dict(section.optimizer)
     OptimizerConfig(learning_rate=config.control.learning_rate)
@@ -153,7 +179,7 @@ def train(run: Run) -> dict[str, Any]:
   # ---- data: demonstrations, training tasks, held-out tasks
   data = corpus.build(run.workdir, config, run.setting, run.arena, run.progress)
   run.denominators = schemes.family_denominators(
-    family_scales(datasets.load(data, "train"))
+    corpus.family_scales(datasets.load(data, "train"))
   )
 
   # ---- base and supervised warm start
@@ -184,19 +210,6 @@ def train(run: Run) -> dict[str, Any]:
     **rl_facts,
     "wall_seconds": run.metrics.wall_seconds,
   }
-
-
-def family_scales(
-  examples: Iterable[datasets.Example],
-) -> dict[str, list[int]]:
-  """Number of non-hygiene assertions of each task that was counted."""
-  scales: dict[str, list[int]] = {}
-  for example in examples:
-    task = from_bytes(example["task"])
-    if task.num_assertions:
-      scale = task.num_assertions - len(task.hygiene)
-      scales.setdefault(task.family, []).append(scale)
-  return scales
 
 
 def pretrain(run: Run) -> dict[str, Any]:

@@ -1,12 +1,16 @@
 """Strict rules for every test, set before anything imports JAX.
 
 Environment variables, not jax.config: most rooms' tests never import JAX and
-must not pay for it. The fixtures boot sandboxes for the rooms that need some.
+must not pay for it. The fixtures boot sandboxes for the rooms that need some,
+and make one small run of the main job for all who look at one.
 """
 
 import asyncio
+import fcntl
 import os
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -54,3 +58,57 @@ def in_sandbox(loop, farm):
     return loop.run(asyncio.wait_for(whole(), 60))
 
   return run
+
+
+_ROOT = pathlib.Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def users_environment():
+  """The environment of programs: as users run them, not by strict rules."""
+  return {k: v for k, v in os.environ.items() if not k.startswith("JAX_NUMPY_")}
+
+
+@pytest.fixture(scope="session")
+def program(users_environment):
+  """Runs a program to its end: `program("train", "--config=...", ...)`."""
+
+  def run(name, *args, timeout=600, prefix=()):
+    return subprocess.run(
+      [*prefix, sys.executable, "-m", f"t1jax.{name}", *args],
+      cwd=_ROOT,
+      env=users_environment,
+      capture_output=True,
+      text=True,
+      timeout=timeout,
+      check=False,
+    )
+
+  return run
+
+
+@pytest.fixture(scope="session")
+def small():
+  """Flags of the smallest main job: everything once, two task families."""
+  return (
+    "--config=configs/tiny.py:smoke",
+    "--config.families=('rename_by_content','merge_branch')",
+  )
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory, program, small):
+  """The directory of a finished small run, made once for all workers.
+
+  Nobody may write into it.
+  """
+  shared = tmp_path_factory.getbasetemp()
+  if "PYTEST_XDIST_WORKER" in os.environ:
+    shared = shared.parent  # each worker has a directory of its own in there
+  workdir = shared / "finished"
+  with open(shared / "finished.lock", "w") as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    # Where it is finished already, this only says so.
+    done = program("train", *small, f"--workdir={workdir}")
+  assert done.returncode == 0, done.stderr
+  return workdir

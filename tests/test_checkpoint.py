@@ -128,6 +128,27 @@ os.kill(os.getpid(), signal.SIGKILL)
   assert len(lines) == 1  # the first opening cleared it away
 
 
+def test_reading_alone_changes_nothing(tmp_path):
+  with Checkpoints(tmp_path / "c") as saved:
+    saved.save(1, {"x": jnp.ones((3,))}, {})
+  # What a save that another program is busy with looks like.
+  busy = tmp_path / "c" / "2.orbax-checkpoint-tmp"
+  busy.mkdir()
+  before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
+  lines = []
+  with Checkpoints(
+    tmp_path / "c", read_only=True, notify=lines.append
+  ) as saved:
+    assert saved.steps == (1,) and lines == []
+    assert saved.restore({"x": jnp.zeros((3,))}).step == 1
+    with pytest.raises(CheckpointError, match="read only"):
+      saved.save(3, {"x": jnp.ones((3,))}, {})
+  assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
+  with pytest.raises(CheckpointError, match="no checkpoints in"):
+    Checkpoints(tmp_path / "none", read_only=True)
+  assert not (tmp_path / "none").exists()
+
+
 def _largest(folder: pathlib.Path) -> pathlib.Path:
   files = [f for f in folder.rglob("*") if f.is_file()]
   return max(files, key=lambda f: f.stat().st_size)
@@ -141,6 +162,25 @@ def _flip(path):
 
 def _halve(path):
   path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def test_a_reader_changes_nothing(tmp_path):
+  with Checkpoints(tmp_path / "c") as saved:
+    saved.save(1, make_state(), {})
+  partial = tmp_path / "c" / "2.orbax-checkpoint-tmp-7"  # being written now
+  partial.mkdir()
+  lines = []
+  with Checkpoints(
+    tmp_path / "c", read_only=True, notify=lines.append
+  ) as saved:
+    assert saved.steps == (1,) and not lines
+    assert_same(
+      one(saved.restore(checkpoint.abstract(make_state())).state),
+      one(make_state()),
+    )
+    with pytest.raises(CheckpointError, match="to be read only"):
+      saved.save(3, make_state(), {})
+  assert partial.exists()
 
 
 @pytest.mark.parametrize(

@@ -300,3 +300,8 @@ def test_a_mistake_ends_a_real_program_without_a_traceback(path, tmp_path):
     assert ended.returncode == 2
     assert ended.stderr.count("\n") == 1
     assert ended.stderr.startswith("error: ")
+
+
+def test_a_notebook_shows_the_message_alone():
+  error = UserError("no\n  such thing")
+  assert error._render_traceback_() == ["error: no such thing"]

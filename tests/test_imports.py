@@ -15,7 +15,7 @@ import t1jax
 ROOT = pathlib.Path(t1jax.__file__).parent
 # A room may import itself, its neighbours on the same floor, and what is above.
 HOUSE = (
-  {"sharding"},
+  {"sharding", "paths"},
   {"models"},
   {"sampling"},
   {"tasks"},
@@ -26,9 +26,11 @@ HOUSE = (
   {"rsi"},
   {"smc"},
   {"bench"},
-  {"checkpoint", "metrics", "report", "config"},
-  # The programs, and the parts of the training program.
-  {"train", "evaluate", "precompile", "serve", "corpus", "stages"},
+  {"checkpoint", "metrics", "config", "charts", "wandb_writer"},
+  # The programs, the parts of the training program and of the report, and what
+  # reads a run.
+  {"train", "evaluate", "precompile", "serve", "report", "ablate"}
+  | {"corpus", "stages", "recorded", "curves", "episodes"},
 )
 FLOOR = {room: i for i, rooms in enumerate(HOUSE) for room in rooms}
 # What their workers start with must start in milliseconds, so never JAX.

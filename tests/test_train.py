@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from t1jax import config as configs
-from t1jax import evaluate, stages, train
+from t1jax import corpus, evaluate, stages, train
 from t1jax.checkpoint import export_base
 from t1jax.evaluate import EXPECTED_ERRORS
 from t1jax.tasks.families import FAMILIES
@@ -166,4 +166,4 @@ def test_an_uncounted_task_has_no_part_in_the_scale():
     task, num_assertions=0, family="own", hygiene=()
   )
   examples = [{"task": to_bytes(t)} for t in (task, task, unknown)]
-  assert train.family_scales(examples) == {task.family: [counted, counted]}
+  assert corpus.family_scales(examples) == {task.family: [counted, counted]}

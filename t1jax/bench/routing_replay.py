@@ -21,6 +21,7 @@ Prints one JSON line:
 import argparse
 import dataclasses
 import json
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,7 @@ from t1jax.rollout.trajectory import Outcome, Trajectory, TrajectoryBuilder
 from t1jax.sampling.engine import Engine
 from t1jax.tasks.families import FAMILIES
 from t1jax.tasks.families.base import NUMBERS, WORDS, make_task
+from t1jax.tasks.task import Task
 
 VOCAB_SIZE = 640
 LEARNING_STEPS = 80
@@ -63,18 +65,15 @@ def measure(
   tasks = [
     make_task(f, "train", i) for i in range(per_family) for f in FAMILIES
   ]
-  lines = [task.instruction for task in tasks]
-  lines += [command for task in tasks for command in task.oracle]
-  chat = Chat(
-    tokenizer.train(lines, vocab_size=VOCAB_SIZE, symbols=[*WORDS, *NUMBERS])
-  )
-  cfg = ModelConfig(
-    vocab_size=chat.tokenizer.vocab_size, d_model=96, num_layers=4,
-    num_heads=4, num_kv_heads=2, head_dim=24, d_ff=192, num_experts=8,
-    top_k=2, d_expert=96, moe_layers=(1, 2, 3), dispatch="capacity",
+  chat, cfg = small_model(tasks)
+  old, new = learn(cfg, chat, tasks, learning_steps)
+  engine = Engine(
+    dataclasses.replace(cfg, dispatch="dense"),
+    num_slots=len(tasks), max_len=MAX_LEN, stop_id=chat.stop_id,
+    forbidden_ids=chat.forbidden_ids, dtype="bfloat16",
   )  # fmt: skip
-  old, new = _learn(cfg, chat, tasks, learning_steps)
-  played = _sample(cfg, chat, old, tasks)
+  engine.load(old, 0)
+  played = sample(engine, chat, tasks, 0)
 
   rl = dataclasses.replace(RL, forbidden_ids=chat.forbidden_ids)
   on = agreement(new, played, cfg, rl, replay=True)
@@ -95,7 +94,24 @@ def measure(
   }
 
 
-def _learn(cfg, chat, tasks, steps):
+def small_model(tasks: Sequence[Task]) -> tuple[Chat, ModelConfig]:
+  """A tokenizer of the tasks' texts and a sparse model that fits it."""
+  lines = [task.instruction for task in tasks]
+  lines += [command for task in tasks for command in task.oracle]
+  chat = Chat(
+    tokenizer.train(lines, vocab_size=VOCAB_SIZE, symbols=[*WORDS, *NUMBERS])
+  )
+  cfg = ModelConfig(
+    vocab_size=chat.tokenizer.vocab_size, d_model=96, num_layers=4,
+    num_heads=4, num_kv_heads=2, head_dim=24, d_ff=192, num_experts=8,
+    top_k=2, d_expert=96, moe_layers=(1, 2, 3), dispatch="capacity",
+  )  # fmt: skip
+  return chat, cfg
+
+
+def learn(
+  cfg: ModelConfig, chat: Chat, tasks: Sequence[Task], steps: int
+) -> tuple[dict, dict]:
   """Supervised updates; the weights before and after the last few."""
   told = [
     chat.demonstration(t.instruction, [(c, b"") for c in t.oracle])
@@ -116,21 +132,20 @@ def _learn(cfg, chat, tasks, steps):
   return old, state.params
 
 
-def _sample(cfg, chat, params, tasks) -> list[Trajectory]:
-  """Multi-turn episodes of the stale bfloat16 sampler.
+def sample(
+  engine: Engine, chat: Chat, tasks: Sequence[Task], step: int
+) -> list[Trajectory]:
+  """One multi-turn episode per task; the engine has a slot for each.
 
   Observations are lines of the task's own files: what matters here is that
   given tokens come between sampled ones, boundary rows included.
   """
-  engine = Engine(
-    dataclasses.replace(cfg, dispatch="dense"),
-    num_slots=len(tasks), max_len=MAX_LEN, stop_id=chat.stop_id,
-    forbidden_ids=chat.forbidden_ids, dtype="bfloat16",
-  )  # fmt: skip
-  engine.load(params, 0)
+  cfg = engine.cfg
+  seeds = {}
   builders = {}
   for number, task in enumerate(tasks):
-    session = engine.open((0, number))
+    session = engine.open((step, number))
+    seeds[session] = (step, number)
     builders[session] = (
       task, TrajectoryBuilder(cfg.num_experts, cfg.num_moe_layers, cfg.top_k)
     )  # fmt: skip
@@ -152,7 +167,10 @@ def _sample(cfg, chat, params, tasks) -> list[Trajectory]:
         builder.append_routes(reply.input_routes)
   for session in builders:
     engine.close(session)
-  return [b.finish(Outcome("completed")) for _, b in builders.values()]
+  return [
+    builder.finish(Outcome("completed"), task=task.name, seed=seeds[session])
+    for session, (task, builder) in builders.items()
+  ]
 
 
 def _shown(task, turn) -> bytes:

@@ -38,6 +38,7 @@ class ModelConfig:
   tie_embeddings: bool = True
   norm_topk_prob: bool = True
   qk_norm: bool = False
+  critic_layers: int = 0  # the critic has the first so many; 0: all
   head: str = "lm"
   dispatch: str = "capacity"
   compute_dtype: str = "float32"
@@ -50,8 +51,11 @@ class ModelConfig:
     for name in ("vocab_size", "d_model", "num_layers", "num_heads",
                  "num_kv_heads", "head_dim"):  # fmt: skip
       self._at_least(name, 1)
-    for name in ("d_ff", "num_experts", "top_k", "d_expert", "d_shared"):
+    for name in ("d_ff", "num_experts", "top_k", "d_expert", "d_shared",
+                 "critic_layers"):  # fmt: skip
       self._at_least(name, 0)
+    if self.critic_layers > self.num_layers:
+      self._bad("critic_layers", f"at most num_layers={self.num_layers}")
     for name, allowed in (
       ("head", _HEADS),
       ("dispatch", _DISPATCHES),
@@ -82,8 +86,15 @@ class ModelConfig:
     return len(self.moe_layers)
 
   def critic(self) -> "ModelConfig":
-    """The same architecture with a scalar value head."""
-    return dataclasses.replace(self, head="value")
+    """The same architecture, or its first layers, with a scalar value head."""
+    layers = self.critic_layers or self.num_layers
+    return dataclasses.replace(
+      self,
+      num_layers=layers,
+      moe_layers=tuple(i for i in self.moe_layers if i < layers),
+      critic_layers=0,
+      head="value",
+    )
 
   @functools.cached_property
   def moe_index(self) -> dict[int, int]:

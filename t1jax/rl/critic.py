@@ -1,4 +1,4 @@
-"""The critic: a full copy of the actor with a value head, and its quality."""
+"""The critic: a copy of the actor with a value head, and its quality."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,8 @@ def init_from_actor(actor: dict, cfg: ModelConfig) -> dict:
   """Critic parameters: the actor's trunk, copied, and a value head of zeros.
 
   Copied, not shared: both models' updates donate their buffers. Routers are
-  part of the trunk; from here on the critic's go their own way.
+  part of the trunk; from here on the critic's go their own way. A critic of
+  fewer layers (`cfg.critic_layers`) takes the actor's first ones.
 
   Args:
     actor: the actor's parameters.
@@ -20,6 +21,7 @@ def init_from_actor(actor: dict, cfg: ModelConfig) -> dict:
   """
   specs = model_params.specs(cfg.critic())
   trunk = {name: tree for name, tree in actor.items() if name != "head"}
+  trunk["layers"] = trunk["layers"][: cfg.critic().num_layers]
   critic = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), trunk)
   head = specs["head"]
   critic["head"] = jnp.zeros(head.shape, jnp.dtype(head.dtype))

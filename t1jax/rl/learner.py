@@ -11,7 +11,7 @@ their own count.
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import flax.struct
 import jax
@@ -72,6 +72,7 @@ def ppo_update(
   *,
   reference: dict | None = None,
   train_actor: bool = True,
+  observe: Callable[[Sequence[MicroBatch]], None] = lambda micro_batches: None,
 ) -> tuple[LearnerState, dict[str, float]]:
   """One actor-critic step on a rollout batch.
 
@@ -83,6 +84,8 @@ def ppo_update(
     reference: parameters of a frozen policy, needed with kl_coefficient > 0.
       It must share no buffer with the state.
     train_actor: False trains the critic alone (a calibration update).
+    observe: is shown the packed batches that the update is made of; spans
+      count the trajectories without infra failures.
 
   Returns:
     The new state and metrics (floats).
@@ -107,6 +110,7 @@ def ppo_update(
     max(rl.actor_minibatches, rl.critic_minibatches),
     int(state.step),
   )
+  observe([micro for group in groups for micro in group])
   if not any(micro.num_actions for group in groups for micro in group):
     return state.replace(step=state.step + 1), metrics
   groups, estimate_metrics = _estimate(
@@ -199,6 +203,44 @@ def warm_up_critic(
   clock.lap("warm_up")
   metrics |= clock.metrics(sum(len(t) for t in kept) * rl.warmup_epochs)
   return state, metrics
+
+
+def estimate_credit(
+  critic: dict,
+  trajectories: Sequence[Trajectory],
+  cfg: ModelConfig,
+  rl: RLConfig,
+) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray], dict[int, np.ndarray]]:
+  """Values, advantages and returns as an update with this critic has them.
+
+  Args:
+    critic: parameters from before the update.
+    trajectories: the whole rollout batch: whitening is over all of it.
+    cfg: the actor's model.
+    rl: settings.
+
+  Returns:
+    Three dicts from a trajectory's index to [T] float32, 0 outside the action
+    tokens but for values; infra failures are in none of them.
+  """
+  kept = [
+    index
+    for index, trajectory in enumerate(trajectories)
+    if trajectory.outcome.status != "infra_failure"
+  ]
+  micros = batching.pack(
+    trajectories,
+    indices=kept,
+    buckets=rl.buckets,
+    token_budget=rl.token_budget,
+    num_moe_layers=cfg.num_moe_layers,
+    top_k=cfg.top_k,
+  )
+  values = _values(critic, [micros], cfg)
+  advantages, returns = credit.estimate(trajectories, values, rl)
+  if rl.whiten:
+    advantages = credit.whiten(advantages, trajectories)
+  return values, advantages, returns
 
 
 def critic_step(

@@ -126,7 +126,8 @@ class RLConfig:
     forbidden_ids: the sampler's; log-probs are normalised over the others.
     actor_minibatches, critic_minibatches: optimiser updates per epoch over a
       rollout batch. One divides the other.
-    warmup_minibatches, warmup_epochs: the same for `warm_up_critic`.
+    warmup_minibatches, warmup_epochs: the same for `warm_up_critic`; with 0
+      epochs the critic starts cold.
     warmup_lambda: lambda of the warm-up's targets. 1: they do not
       lean on the values of a critic that knows nothing yet.
     buckets: row lengths of packed batches, increasing.
@@ -184,12 +185,12 @@ class RLConfig:
       "actor_epochs",
       "critic_epochs",
       "warmup_minibatches",
-      "warmup_epochs",
       "token_budget",
       "logprob_chunk",
     ):
       _require(self, name, getattr(self, name) >= 1, ">= 1")
     for name in (
+      "warmup_epochs",
       "tis_cap",
       "entropy_coefficient",
       "kl_coefficient",

@@ -114,6 +114,7 @@ class Runner:
       family=task.family,
       domain=task.domain,
       attempt=attempt.attempt,
+      seed=attempt.seed,
     )
 
   async def _episode(self, task, session, builder, clock) -> Outcome:

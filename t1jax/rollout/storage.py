@@ -5,13 +5,11 @@ and bytes, so what is read equals what was written bit for bit. ArrayRecord
 compresses each record and keeps a hash of it.
 """
 
-import contextlib
 import dataclasses
 import errno
 import functools
 import math
 import os
-import tempfile
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -24,6 +22,7 @@ from array_record.python.array_record_module import (
 )
 from etils import epath
 
+from t1jax import paths
 from t1jax.rollout.trajectory import TOKEN_FIELDS, Trajectory, TrajectoryError
 
 _DTYPES = dict(
@@ -47,23 +46,12 @@ def write(path: epath.PathLike, trajectories: Iterable[Trajectory]) -> None:
   """
   path = epath.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
-  partial = path.with_name(f".{path.name}.partial")
   records = (
     _encode(trajectory, f"{path}, record {number}")
     for number, trajectory in enumerate(trajectories)
   )
-  try:
-    if _is_remote(path):
-      with tempfile.TemporaryDirectory() as directory:
-        local = epath.Path(directory) / path.name
-        _write_records(local, records)
-        local.copy(partial, overwrite=True)
-    else:
-      _write_records(partial, records)
-    partial.replace(path)
-  except BaseException:
-    partial.unlink(missing_ok=True)
-    raise
+  with paths.to_write(path) as local:
+    _write_records(local, records)
 
 
 def read(path: epath.PathLike) -> "Recorded":
@@ -82,11 +70,7 @@ class Recorded:
     self._path = path
     if not path.exists():
       raise TrajectoryError(f"no trajectories at {path}")
-    with contextlib.ExitStack() as stack:
-      local = path
-      if _is_remote(path):  # the copy goes, the reader keeps it open
-        directory = stack.enter_context(tempfile.TemporaryDirectory())
-        local = path.copy(epath.Path(directory) / path.name)
+    with paths.to_read(path) as local:  # a copy goes, the reader keeps it open
       self._reader = ArrayRecordReader(str(local), _READER)
     if not self._reader.ok():  # it would pass for an empty file
       raise TrajectoryError(
@@ -111,10 +95,6 @@ class Recorded:
     trajectory = _value(Trajectory, fields, where)
     _check(trajectory, where)
     return trajectory
-
-
-def _is_remote(path: epath.Path) -> bool:
-  return "://" in str(path)  # the library reads and writes local files only
 
 
 def _write_records(path: epath.Path, records: Iterable[bytes]) -> None:

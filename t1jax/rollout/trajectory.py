@@ -8,7 +8,8 @@ Axes: T real tokens, L MoE layers, K experts per token.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -82,6 +83,7 @@ class Trajectory:
     outcome: see Outcome.
     task, family, domain: which task was tried.
     attempt: which try at the task this is.
+    seed: what keyed every random draw of the episode.
   """
 
   tokens: np.ndarray
@@ -95,6 +97,7 @@ class Trajectory:
   family: str = ""
   domain: str = ""
   attempt: int = 0
+  seed: tuple[int, ...] = ()
 
   def __len__(self) -> int:
     return len(self.tokens)
@@ -102,6 +105,18 @@ class Trajectory:
   @property
   def num_turns(self) -> int:
     return int(self.turn_ids.max(initial=-1)) + 1
+
+  def segments(self) -> Iterator[tuple[int, bool, slice]]:
+    """Turn, whether the policy sampled it, where: prompt, action, answer, ...
+
+    Neighbouring tokens that share turn and loss mask are one segment, so an
+    action that a limit cut ends before the stop that the template supplied.
+    """
+    changes = (np.diff(self.turn_ids) != 0) | (np.diff(self.loss_mask) != 0)
+    cuts = [0, *(np.flatnonzero(changes) + 1).tolist(), len(self)]
+    for start, stop in itertools.pairwise(cuts):
+      turn, sampled = self.turn_ids[start], self.loss_mask[start]
+      yield int(turn), bool(sampled), slice(start, stop)
 
   def cut(self, length: int) -> "Trajectory":
     """The first `length` tokens, all fields cut together."""

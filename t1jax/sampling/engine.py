@@ -22,6 +22,7 @@ import numpy as np
 from t1jax.models.config import ModelConfig
 from t1jax.sampling import cache as kv
 from t1jax.sampling import decode as programs
+from t1jax.sampling.log import Log
 from t1jax.sampling.shapes import check_at_least, fit, ladder, place
 
 _prefill = functools.partial(
@@ -61,6 +62,7 @@ class Generation:
 class _Session:
   id: int
   slot: int
+  seed: tuple[int, ...]
   key: np.ndarray  # [2] uint32
   temperature: float
   length: int = 0  # tokens in the cache
@@ -96,6 +98,7 @@ class Engine:
     decode_rows: int | None = None,
     decode_steps: int = 8,
     columns: Sequence[int] | None = None,
+    log: Log | None = None,
   ):
     """Builds an engine without weights; `load` them before the first step.
 
@@ -116,6 +119,7 @@ class Engine:
       decode_steps: steps per chunk; new requests join between chunks.
       columns: cache widths that programs attend over; a session runs in the
         smallest that holds it. None: max_len and half of it.
+      log: where to note what the programs take in and give out.
 
     Every combination that occurs compiles once, at most
     len(columns) * (len(prefill_buckets) + 1) programs.
@@ -169,6 +173,7 @@ class Engine:
         f"columns={self._columns}; lower decode_steps or widen columns."
       )
     self._decode_rows = min(decode_rows or num_slots, num_slots)
+    self._log = log
     self._device = threading.Lock()
     self._host = threading.Lock()
     self._sessions: dict[int, _Session] = {}
@@ -245,7 +250,11 @@ class Engine:
           f"open: all {self.num_slots} slots hold open sessions; close one "
           "or build the engine with more num_slots."
         )
-      session = _Session(self._next_id, self._free.pop(), key, temperature)
+      session = _Session(
+        self._next_id, self._free.pop(), tuple(seed), key, temperature
+      )
+      if self._log:
+        self._log.open(session.seed)
       self._next_id += 1
       self._sessions[session.id] = session
       return session.id
@@ -383,6 +392,9 @@ class Engine:
     with self._host:
       for row, session in zip(placed, sessions):
         length = lengths_R[row]
+        if self._log:
+          ids = tokens_RxS[row, :length]
+          self._log.inputs(session.seed, int(starts_R[row]), ids)
         session.routes.append(routes_RxSxLxK[row, :length])
         session.length += int(length)
         del session.pending[:length]
@@ -422,6 +434,13 @@ class Engine:
     chunk = jax.tree.map(np.asarray, chunk)
     self._cache = cache
     with self._host:
+      if self._log:
+        for row, session in zip(placed, sessions):
+          first = int(rows.positions[row])
+          drawn = chunk.tokens[row, : chunk.counts[row]]
+          fed = np.append(rows.tokens[row], drawn[:-1])
+          self._log.inputs(session.seed, first, fed)
+          self._log.samples(session.seed, first + 1, drawn)
       generations = [
         self._extend(
           session,

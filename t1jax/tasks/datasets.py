@@ -9,12 +9,15 @@ import contextlib
 import hashlib
 import io
 import json
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 import tensorflow_datasets as tfds
 from etils import epath
+
+from t1jax import paths
 
 if TYPE_CHECKING:
   import grain
@@ -47,6 +50,7 @@ MakeExamples = Callable[[], Iterable[Example]]
 
 # Epochs; grain's own "for ever" overflows when batches hold one example.
 _FOREVER = 1_000_000
+_INFO = "dataset_info.json"
 _TEXTS = ("name", "family", "domain", "split", "instruction")
 
 
@@ -123,6 +127,8 @@ def build(
   not at all.
   """
   root = epath.Path(data_dir) / fingerprint
+  if paths.is_remote(root):
+    return _build_in_bucket(root, examples)
   builder = TerminalTasks(
     data_dir=root, file_format="array_record", examples=examples
   )
@@ -140,7 +146,22 @@ def build(
   return built
 
 
-class Source:
+def _build_in_bucket(
+  root: epath.Path, examples: Mapping[str, MakeExamples]
+) -> epath.Path:
+  """Builds on the local disk, for want of a writer, and copies."""
+  for info in root.glob(f"*/*/{_INFO}"):
+    return info.parent
+  with tempfile.TemporaryDirectory() as directory:
+    local = build(directory, fingerprint=root.name, examples=examples)
+    built = root / local.relative_to(epath.Path(directory) / root.name)
+    # What says that the dataset is there comes last.
+    for file in sorted(local.iterdir(), key=lambda file: file.name == _INFO):
+      paths.upload(file, built / file.name)
+  return built
+
+
+class Source(Sequence[Example]):
   """Random access to the examples of one split, as they were handed in."""
 
   def __init__(self, records: Sequence[Mapping[str, Any]]):
@@ -176,14 +197,16 @@ class Source:
     return example
 
 
-def load(directory: epath.PathLike, split: str) -> Source:
+def load(directory: epath.PathLike, split: str) -> Sequence[Example]:
   """Opens one split of what `build` made.
 
   Raises DatasetError when there is no dataset, no such split, or no file of it.
   """
   directory = epath.Path(directory)
-  if not (directory / "dataset_info.json").exists():
+  if not (directory / _INFO).exists():
     raise DatasetError(f"no dataset in {directory}: build it first")
+  if paths.is_remote(directory):
+    return _load_from_bucket(directory, split)
   builder = tfds.builder_from_directory(directory)
   if split not in builder.info.splits:
     raise DatasetError(
@@ -198,8 +221,21 @@ def load(directory: epath.PathLike, split: str) -> Source:
   return Source(builder.as_data_source(split=split))
 
 
+def _load_from_bucket(directory: epath.Path, split: str) -> list[Example]:
+  """Reads the whole split into memory, for want of a reader."""
+  with tempfile.TemporaryDirectory() as local:
+    for file in directory.iterdir():
+      if file.suffix == ".json" or f"-{split}." in file.name:
+        file.copy(epath.Path(local) / file.name)
+    return list(load(local, split))
+
+
 def batches(
-  source: Source, *, batch_size: int, seed: int, epochs: int | None = None
+  source: Sequence[Example],
+  *,
+  batch_size: int,
+  seed: int,
+  epochs: int | None = None,
 ) -> "grain.DatasetIterator[list[Example]]":
   """Shuffled batches, each epoch in another order.
 

@@ -1,10 +1,7 @@
 """The programs as a user starts them: the whole job small, and mistakes."""
 
 import json
-import os
-import pathlib
 import subprocess
-import sys
 
 import pytest
 
@@ -13,40 +10,6 @@ from t1jax.rollout import storage
 from t1jax.tasks.families import FAMILIES
 from t1jax.tasks.families.base import make_task
 from t1jax.tasks.task import write_task
-
-ROOT = pathlib.Path(__file__).parents[2]
-
-
-def program(name, *args, timeout=600, prefix=()):
-  environment = {
-    key: value
-    for key, value in os.environ.items()
-    # The programs run as users run them, not under the tests' strict rules.
-    if not key.startswith("JAX_NUMPY_")
-  }
-  return subprocess.run(
-    [*prefix, sys.executable, "-m", f"t1jax.{name}", *args],
-    cwd=ROOT,
-    env=environment,
-    capture_output=True,
-    text=True,
-    timeout=timeout,
-    check=False,
-  )
-
-
-SMALL = (
-  "--config=configs/tiny.py:smoke",
-  "--config.families=('rename_by_content','merge_branch')",
-)
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-  workdir = tmp_path_factory.mktemp("run") / "smoke"
-  done = program("train", *SMALL, f"--workdir={workdir}")
-  assert done.returncode == 0, done.stderr
-  return workdir
 
 
 def test_the_job_runs_whole_and_says_what_it_found(finished):
@@ -80,6 +43,13 @@ def test_the_job_runs_whole_and_says_what_it_found(finished):
   assert ppo["infra_failures"] == 0 and ppo["fallback_fraction"] == 0
 
 
+def test_the_job_ends_with_its_report(finished):
+  page = (finished / "report.html").read_text()
+  assert "not finished" not in page
+  for words in ("Success while learning", "paint-advantage", "data-tip="):
+    assert words in page, words
+
+
 def test_every_episode_is_recorded(finished):
   stages = ("base", "sft", "rl", "control")
   episodes = {  # of each file
@@ -107,14 +77,14 @@ def times(directory):
   return {p: p.stat().st_mtime_ns for p in directory.rglob("*")}
 
 
-def test_a_finished_run_is_left_alone(finished):
+def test_a_finished_run_is_left_alone(finished, program, small):
   before = times(finished)
-  again = program("train", *SMALL, f"--workdir={finished}")
+  again = program("train", *small, f"--workdir={finished}")
   assert again.returncode == 0 and "is finished" in again.stdout
   assert times(finished) == before
 
 
-def test_evaluate_repeats_the_figure_of_the_summary(finished):
+def test_evaluate_repeats_the_figure_of_the_summary(finished, program):
   before = times(finished)
   done = program("evaluate", f"--workdir={finished}", "--stage=sft")
   assert done.returncode == 0, done.stderr
@@ -159,11 +129,13 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("args", "message"), MISTAKES)
-def test_a_mistake_is_one_line_before_any_work(args, message, tmp_path):
+def test_a_mistake_is_one_line_before_any_work(
+  args, message, tmp_path, program, small
+):
   places = {k: broken_directory(tmp_path, k) for k in ("toml", "tests")}
   args = [a.format(**places) for a in args]
   workdir = tmp_path / "run"
-  done = program("train", *SMALL[:1], *args, f"--workdir={workdir}")
+  done = program("train", *small[:1], *args, f"--workdir={workdir}")
   assert done.returncode == 2, (done.stdout, done.stderr)
   last = done.stderr.strip().splitlines()
   assert len(last) == 1 and last[0].startswith("error: ")
@@ -171,9 +143,9 @@ def test_a_mistake_is_one_line_before_any_work(args, message, tmp_path):
   assert not workdir.exists()
 
 
-def test_a_workdir_of_another_config_is_refused(finished):
+def test_a_workdir_of_another_config_is_refused(finished, program, small):
   done = program(
-    "train", *SMALL, f"--workdir={finished}", "--config.rl.iterations=7"
+    "train", *small, f"--workdir={finished}", "--config.rl.iterations=7"
   )
   assert done.returncode == 2
   assert "rl.iterations (1 there, 7 here)" in done.stderr
@@ -183,11 +155,13 @@ def test_a_workdir_of_another_config_is_refused(finished):
   ("kind", "message"),
   [("oracle", "oracle does not pass"), ("command", "split the command")],
 )
-def test_an_oracle_that_cannot_be_imitated_is_named(kind, message, tmp_path):
+def test_an_oracle_that_cannot_be_imitated_is_named(
+  kind, message, tmp_path, program, small
+):
   path = broken_directory(tmp_path, kind)
   done = program(
     "train",
-    *SMALL,
+    *small,
     f"--config.data.directories=('{path}',)",
     f"--workdir={tmp_path / 'run'}",
   )
@@ -197,24 +171,24 @@ def test_an_oracle_that_cannot_be_imitated_is_named(kind, message, tmp_path):
   assert message in error
 
 
-def test_without_namespaces_one_line_says_what_to_do(tmp_path):
+def test_without_namespaces_one_line_says_what_to_do(tmp_path, program, small):
   forbid = "echo 0 > /proc/sys/user/max_user_namespaces"
   prefix = ("unshare", "-Ur", "sh", "-c", f'{forbid} && exec "$@"', "sh")
   if subprocess.run([*prefix, "true"], check=False).returncode:
     pytest.skip("this machine has no user namespaces to forbid")
   workdir = tmp_path / "run"
-  done = program("train", *SMALL, f"--workdir={workdir}", prefix=prefix)
+  done = program("train", *small, f"--workdir={workdir}", prefix=prefix)
   assert done.returncode == 2, done.stderr
   (error,) = [x for x in done.stderr.splitlines() if x.startswith("error:")]
   assert "max_user_namespaces" in error
 
 
-def test_a_full_disk_is_one_line(tmp_path):
+def test_a_full_disk_is_one_line(tmp_path, program, small):
   mount = 'mount -t tmpfs -o size=64k none "$0" && exec "$@"'
   prefix = ("unshare", "-Urm", "sh", "-c", mount, str(tmp_path))
   if subprocess.run([*prefix, "true"], check=False).returncode:
     pytest.skip("this machine has no user namespaces to mount a small disk in")
-  done = program("train", *SMALL, f"--workdir={tmp_path / 'x'}", prefix=prefix)
+  done = program("train", *small, f"--workdir={tmp_path / 'x'}", prefix=prefix)
   assert done.returncode == 2, done.stderr
   (error,) = [x for x in done.stderr.splitlines() if x.startswith("error:")]
   assert "MB free" in error

@@ -9,7 +9,7 @@ import pytest
 from t1jax.models import params as model_params
 from t1jax.models.config import ModelConfig
 from t1jax.rl import batching
-from t1jax.rl.agreement import agreement
+from t1jax.rl.agreement import agreement, compare
 from t1jax.rl.settings import RLConfig
 from t1jax.rollout.trajectory import Outcome, TrajectoryBuilder
 from t1jax.sampling.engine import Engine
@@ -83,6 +83,27 @@ def test_a_changed_route_is_seen(played):
   assert on["logprob_gap"] > 1e-4  # other experts, other numbers
 
 
+def test_each_layer_answers_for_itself(played):
+  params, trajectories = played
+  first = trajectories[0]
+  routes = first.routes.copy()
+  for position in (3, 5):
+    live = set(routes[position, 1].tolist())
+    routes[position, 1] = sorted(set(range(4)) - live)
+  routes[7] = -1  # not recorded, so not compared
+  changed = [dataclasses.replace(first, routes=routes), *trajectories[1:]]
+  found = compare(params, changed, CFG, RL, replay=False)
+  inputs = sum(len(t) - 1 for t in trajectories)
+  np.testing.assert_array_equal(found.pairs_L, inputs - 1)
+  np.testing.assert_array_equal(found.same_L, [inputs - 1, inputs - 3])
+  np.testing.assert_allclose(found.agreement_L, [1.0, 1 - 2 / (inputs - 1)])
+  summary = agreement(params, changed, CFG, RL, replay=False)
+  assert summary["agreement"] == found.agreement
+  assert summary["pairs"] == found.pairs_L.sum()
+  assert len(found.log_ratio_N) == sum(t.loss_mask.sum() for t in trajectories)
+  assert summary["logprob_gap"] == np.abs(found.log_ratio_N).mean()
+
+
 @pytest.mark.parametrize("axis", [0, 2])  # another layer's, the token's before
 def test_misplaced_routes_are_seen(played, monkeypatch, axis):
   params, trajectories = played
@@ -105,3 +126,5 @@ def test_no_trajectory_no_gap():
     "agreement": 1.0, "logprob_gap": 0.0, "k3": 0.0, "pairs": 0.0,
   }  # fmt: skip
   assert np.isfinite(list(found.values())).all()
+  nothing = compare(params, [], CFG, RL, replay=False)
+  np.testing.assert_array_equal(nothing.agreement_L, [1.0, 1.0])

@@ -1,5 +1,7 @@
 """The critic's start and the measure of its quality."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -19,6 +21,20 @@ def test_critic_is_the_actors_trunk_with_a_silent_head(cfg, draw_actor):
     {k: v for k, v in actor.items() if k != "head"},
   )
   assert not np.asarray(found["head"]).any()
+
+
+def test_a_small_critic_has_the_first_layers(cfg, draw_actor):
+  small = dataclasses.replace(cfg, critic_layers=1)
+  actor = draw_actor(0)
+  found = critic.init_from_actor(actor, small)
+  wanted = model_params.abstract(small.critic())
+  assert jax.tree.map(np.shape, found) == jax.tree.map(np.shape, wanted)
+  assert len(found["layers"]) == 1 and small.critic().moe_layers == ()
+  np.testing.assert_array_equal(
+    found["layers"][0]["attn"]["q"], actor["layers"][0]["attn"]["q"]
+  )
+  with pytest.raises(ValueError, match="critic_layers"):
+    dataclasses.replace(cfg, critic_layers=cfg.num_layers + 1)
 
 
 def test_critic_shares_no_buffer_with_the_actor(cfg, draw_actor):

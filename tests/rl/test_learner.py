@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t1jax.rl import batching, critic, learner, programs
+from t1jax.rl import batching, credit, critic, learner, programs
 from t1jax.rl.settings import OptimizerConfig, RLConfig
 
 RL = RLConfig(
@@ -315,3 +315,21 @@ def test_state_is_all_arrays(start):
   # So that a checkpoint can hold everything the next step depends on.
   assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(start()))
   assert start().step.dtype == jnp.int32
+
+
+def test_credit_is_what_the_update_has(cfg, start, make_trajectories):
+  rl = dataclasses.replace(RL, whiten=True)
+  state, _ = learner.ppo_update(start(rl), make_trajectories(0, 8), cfg, rl)
+  played = make_trajectories(1, 6)
+  (broken,) = make_trajectories(2, 1, status="infra_failure")
+  played = [*played[:2], broken, *played[2:]]
+  values, advantages, returns = learner.estimate_credit(
+    state.critic, played, cfg, rl
+  )
+  assert set(values) == set(advantages) == set(returns) == {0, 1, 3, 4, 5, 6}
+  flat = [credit.at_actions(x, played) for x in (values, returns, advantages)]
+  _, numbers = learner.ppo_update(state, played, cfg, rl)
+  assert numbers["value_std"] == pytest.approx(flat[0].std(), abs=1e-6)
+  assert numbers["return_std"] == pytest.approx(flat[1].std(), abs=1e-6)
+  assert flat[2].mean() == pytest.approx(0, abs=1e-6)
+  assert flat[2].std() == pytest.approx(1, abs=1e-4)

@@ -56,6 +56,20 @@ def test_a_cut_cuts_all_fields_together(length):
   assert (whole.routes[length - 1 : -1] >= 0).all()  # the source is untouched
 
 
+def test_segments_are_prompt_actions_and_answers():
+  builder = grow(turns=2, sampled=4, observed=5, prompt=6)
+  builder.append([0], turn=1, weight_version=7)  # a stop that nobody sampled
+  builder.append_routes(rows(1))
+  done = builder.finish(tj.Outcome("completed"))
+  assert list(done.segments()) == [
+    (-1, False, slice(0, 6)),
+    (0, True, slice(6, 10)),
+    (0, False, slice(10, 15)),
+    (1, True, slice(15, 19)),
+    (1, False, slice(19, 20)),
+  ]
+
+
 def test_a_cut_out_of_range_raises():
   whole = grow().finish(tj.Outcome("completed"))
   for length in (0, -1, len(whole) + 1):

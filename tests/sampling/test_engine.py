@@ -1,5 +1,7 @@
 """The engine against a naive loop, and the promises of its interface."""
 
+import dataclasses
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -150,8 +152,16 @@ def test_tokens_do_not_depend_on_slot_or_neighbours(engine):
   assert other.tokens.tolist() != alone.tokens.tolist()
 
 
-def test_nothing_depends_on_who_arrives_when(engine):
-  """Episodes of several turns, in three orders and rhythms, bit for bit."""
+@pytest.mark.parametrize("dispatch", ["dense", "capacity"])
+def test_nothing_depends_on_who_arrives_when(params, cfg, dispatch):
+  """Episodes of several turns, in four orders and rhythms, bit for bit."""
+  engine = Engine(
+    dataclasses.replace(cfg, dispatch=dispatch), num_slots=12, max_len=64,
+    stop_id=STOP, forbidden_ids=FORBIDDEN, decode_steps=4, columns=(32, 64),
+    # More tokens than are worth sorting: the programs do take that dispatch.
+    prefill_rows=12, prefill_buckets=(8,), decode_rows=12,
+  )  # fmt: skip
+  engine.load(params, 0)
 
   def play(order: int) -> dict[int, list]:
     rng = np.random.default_rng(order)
