@@ -143,9 +143,14 @@ def _options(argv):
     help="file whose arguments are the names (%(default)s)",
   )
   parser.add_argument(
-    "--names", default="", help="NAME,NAME,...; all of the file's CHANGES"
+    "--names",
+    default="",
+    help="NAME,NAME,... out of the file's CHANGES, whose comments say what "
+    "each does; default: all of them, near two hours on two cores",
   )
-  parser.add_argument("--seeds", default="0,1,2", help="(%(default)s)")
+  parser.add_argument(
+    "--seeds", default="0,1,2", help="of every name's runs (%(default)s)"
+  )
   parser.add_argument(
     "--smoke", action="store_true", help="everything once; learns nothing"
   )

@@ -207,9 +207,10 @@ class Checkpoints:
     return Restored(step, state, record["host"])
 
   def _damaged(self, step: int, error: Exception) -> CheckpointError:
-    first = str(error).strip().split("\n")[0][:200]
-    before = [s for s in self.steps if s < step]
-    then = f" to go on from step {before[-1]}" if before else " and start anew"
+    first = str(error).strip().split("\n")[0]
+    first = first.split(". See full TensorStore details")[0][:200]
+    left = [s for s in self.steps if s != step]
+    then = f" to go on from step {left[-1]}" if left else " and start anew"
     return CheckpointError(
       f"checkpoint {self.directory / str(step)} is damaged "
       f"({type(error).__name__}: {first}); delete that directory{then}"

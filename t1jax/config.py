@@ -14,6 +14,7 @@ import fcntl
 import importlib.util
 import inspect
 import json
+import math
 import os
 import re
 import shutil
@@ -253,6 +254,7 @@ def parse_command_line(
       f"unexpected argument {positional[0]!r}; expected --FLAG=VALUE"
     )
   _check_tuples(before, config)
+  _check_finite(config)
   old, new = flatten(_as_json(before)), flatten(_as_json(config))
   changed = {
     name: (old[name], new[name]) for name in old if old[name] != new[name]
@@ -350,6 +352,16 @@ def _check_tuples(
         raise UserError(
           f"config field {field}: expected a tuple of {kind.__name__} (like "
           f"{old!r}), got {new[field]!r}"
+        )
+
+
+def _check_finite(config: config_dict.ConfigDict) -> None:
+  """No setting is infinite, and NaN is not even equal to itself."""
+  for field, value in flatten(config.to_dict()).items():
+    for number in value if isinstance(value, tuple) else (value,):
+      if isinstance(number, float) and not math.isfinite(number):
+        raise UserError(
+          f"config field {field} is {value}; expected a finite number"
         )
 
 

@@ -70,6 +70,26 @@ class Setting:
   directory_tasks: tuple[Task, ...] = ()  # Harbor tasks that the user brings
 
 
+# What the programs read from a config.
+_SECTIONS = (
+  "seed", "base", "families", "model", "data", "limits", "sampler", "wandb",
+  "sandboxes", "sft", "warm_up", "rl", "ppo", "control", "pretrain",
+)  # fmt: skip
+
+
+def check_sections(
+  config: config_dict.ConfigDict, source: str
+) -> config_dict.ConfigDict:
+  """Returns the config; UserError names the sections that it lacks."""
+  missing = [name for name in _SECTIONS if name not in config]
+  if missing:
+    raise configs.UserError(
+      f"{source} lacks {', '.join(missing)}; it is damaged, or of another "
+      "version: compare it with configs/tiny.py"
+    )
+  return config
+
+
 def read_setting(
   config: config_dict.ConfigDict, tokenizer: SentencePieceTokenizer
 ) -> Setting:
@@ -325,7 +345,7 @@ def main(argv: Sequence[str]) -> None:
   )
   if call.workdir is None:
     raise configs.UserError("--workdir is missing: give a run's directory")
-  config = call.config
+  config = check_sections(call.config, call.source)
   if config.pretrain.enabled:  # its tokenizer and base are its own
     with config.unlocked():
       config.base = str(call.workdir / "base")
@@ -362,9 +382,8 @@ def load_stage(
     raise configs.UserError(
       f"--stage={stage} is unknown{configs.suggest(stage, known)}"
     )
-  abstract = model_params.abstract(setting.model)
   if stage == "base":
-    return checkpoint.load_base(setting.base_dir, abstract)[0]
+    return load_base(setting)
   directory = stage_directory(workdir, stage)
   if not checkpoint.has_base(directory):
     there = [s for s in known if checkpoint.has_base(directory.with_name(s))]
@@ -374,6 +393,7 @@ def load_stage(
       "or name another --stage"
     )
   try:
+    abstract = model_params.abstract(setting.model)
     return checkpoint.load_base(directory, abstract)[0]
   except checkpoint.CheckpointError as error:
     raise checkpoint.CheckpointError(
@@ -381,6 +401,12 @@ def load_stage(
       f"{directory}, and the training command makes it again from the last "
       "checkpoint"
     ) from error
+
+
+def load_base(setting: Setting) -> Mapping[str, Any]:
+  """The base model that a config names; CheckpointError if it does not fit."""
+  abstract = model_params.abstract(setting.model)
+  return checkpoint.load_base(setting.base_dir, abstract)[0]
 
 
 def stage_directory(workdir: epath.PathLike, stage: str) -> epath.Path:

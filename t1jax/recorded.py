@@ -27,6 +27,7 @@ from t1jax.evaluate import (
   TOKENIZER_FILE,
   Setting,
   base_directory,
+  check_sections,
   keep_compiled_programs,
   learner_settings,
   read_setting,
@@ -82,7 +83,10 @@ class Recorded:
 
   @functools.cached_property
   def config(self) -> config_dict.ConfigDict:
-    return configs.read_config(self.workdir)
+    return check_sections(
+      configs.read_config(self.workdir),
+      str(self.workdir / configs.CONFIG_FILE),
+    )
 
   @functools.cached_property
   def source(self) -> str:

@@ -5,8 +5,8 @@
 Writes report.html into the run directory, local or gs://. It needs nothing
 else, neither network nor scripts: mail it, print it, open it from a bucket. It
 shows the headline figures with 95 % intervals, the curves of training, success
-by family and domain, where the time went, and four whole episodes, token by
-token, with the critic's values and the advantages that PPO learned from.
+by family and domain, where the time went, and up to four whole episodes, token
+by token, with the critic's values and the advantages that PPO learned from.
 
 Training calls this at its end. By hand it also reports on a run that is not
 finished, or that only made a base model: it shows what there is, and changes

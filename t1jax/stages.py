@@ -464,6 +464,14 @@ def finish_stage(
   )
 
 
+def lost(workdir: epath.Path, config: config_dict.ConfigDict) -> list[str]:
+  """Stages of a finished run whose policies are gone: it makes them again."""
+  if config.pretrain.enabled:
+    return []
+  stages = ("sft", "rl", *(("control",) if config.control.enabled else ()))
+  return [s for s in stages if not has_base(stage_directory(workdir, s))]
+
+
 def stage_facts(run: Run, name: str) -> dict[str, Any]:
   card = stage_directory(run.workdir, name) / "base.json"
   return json.loads(card.read_text())["card"]["facts"]

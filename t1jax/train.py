@@ -29,9 +29,10 @@ from t1jax.evaluate import (
   Arena,
   Setting,
   base_directory,
+  check_sections,
   keep_compiled_programs,
   learner_settings,
-  load_stage,
+  load_base,
   read_setting,
 )
 from t1jax.metrics import (
@@ -60,6 +61,7 @@ _AT_LEAST_ONE = (
   "sft.max_epochs",
   "sft.patience",
   "warm_up.episodes",
+  "warm_up.evaluation",
   "warm_up.attempts",
   "rl.iterations",
   "rl.episodes",
@@ -79,7 +81,7 @@ def main(argv: Sequence[str]) -> None:
   # ---- what is asked for, checked before anything is allocated
   keep_compiled_programs()
   call = configs.parse_command_line(argv, description=__doc__)
-  config = call.config
+  config = check_sections(call.config, call.source)
   if call.workdir is None:
     raise configs.UserError("--workdir is missing: say where the run may live")
   pretraining = config.pretrain.enabled
@@ -92,11 +94,12 @@ def main(argv: Sequence[str]) -> None:
   rl = read_rl(config, setting)
   arena = Arena(config, setting)
   wandb_writer.check(config.wandb)
+  base = None if pretraining else load_base(setting)
   workdir = configs.claim_workdir(
     call.workdir, config, source=call.source, changed=call.changed
   )
   summary_file = workdir / SUMMARY_FILE
-  if summary_file.exists():
+  if summary_file.exists() and not stages.lost(workdir, config):
     summary = configs.read_json(summary_file)
     print(
       f"{workdir} is finished; its summary:\n{json.dumps(summary, indent=2)}"
@@ -120,7 +123,7 @@ def main(argv: Sequence[str]) -> None:
     run = Run(
       config, setting, rl, workdir, arena, metrics, progress, check_hold
     )
-    summary = pretrain(run) if pretraining else train(run)
+    summary = pretrain(run) if pretraining else train(run, base)
     if wandb is not None:
       wandb.summarise(summary)
     check_hold()
@@ -150,6 +153,11 @@ def read_rl(config: config_dict.ConfigDict, setting: Setting) -> RLConfig:
       raise configs.UserError(
         f"config field {name} is {fields[name]}; expected at least 1"
       )
+  if not 0 <= config.sft.tolerance < 1:
+    raise configs.UserError(
+      f"config field sft.tolerance is {config.sft.tolerance}; expected a "
+      "fraction of the validation loss, at least 0 and below 1"
+    )
   if not 0 <= config.seed < 2**32:
     raise configs.UserError(
       f"config field seed is {config.seed}; expected 0 to 2**32 - 1"
@@ -170,11 +178,9 @@ def read_rl(config: config_dict.ConfigDict, setting: Setting) -> RLConfig:
   return rl
 
 
-def train(run: Run) -> dict[str, Any]:
+def train(run: Run, base: Any) -> dict[str, Any]:
   """Base → supervised warm start → critic warm-up → PPO → evaluation."""
   config = run.config
-
-  base = load_stage(run.workdir, "base", run.setting)
 
   # ---- data: demonstrations, training tasks, held-out tasks
   data = corpus.build(run.workdir, config, run.setting, run.arena, run.progress)

@@ -198,6 +198,19 @@ def test_damage_is_one_clear_line(tmp_path, where, damage):
   assert "\n" not in line
 
 
+def test_an_older_step_that_is_damaged_leaves_the_newest(tmp_path):
+  x = jax.random.normal(jax.random.key(0), (100, 100))
+  with Checkpoints(tmp_path) as saved:
+    saved.save(1, {"x": x}, {})
+    saved.save(2, {"x": x}, {})
+  _flip(_largest(tmp_path / "1" / "state/ocdbt.process_0/d"))
+  with (
+    Checkpoints(tmp_path) as saved,
+    pytest.raises(CheckpointError, match="to go on from step 2"),
+  ):
+    saved.restore({"x": x}, step=1)
+
+
 @pytest.mark.parametrize(
   ("wanted", "line"),
   [

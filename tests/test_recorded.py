@@ -28,6 +28,12 @@ def test_curves_count_from_one(run):
   assert [len(x) for x in nothing] == [0, 0]
 
 
+def test_a_config_without_a_section_is_one_line(tmp_path):
+  (tmp_path / "config.json").write_text('{"config": {"seed": 0}}')
+  with pytest.raises(UserError, match=r"config.json lacks base, .*ppo"):
+    _ = Recorded(tmp_path).config
+
+
 def test_episodes_and_checkpoints_are_found(run):
   assert run.iterations("rl") == run.iterations("control") == (0, 1)
   assert run.iterations("nothing") == ()

@@ -32,6 +32,14 @@ class Limits:
   episode_seconds: float = 3600.0
   observation_bytes: int = 10_000
 
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      if field.type is int and value < 1:
+        raise ValueError(f"{field.name} is {value}; expected at least 1")
+      if not value > 0:
+        raise ValueError(f"{field.name} is {value}; expected more than 0")
+
 
 @dataclasses.dataclass(frozen=True)
 class Step:

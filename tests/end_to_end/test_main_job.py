@@ -1,6 +1,7 @@
 """The programs as a user starts them: the whole job small, and mistakes."""
 
 import json
+import shutil
 import subprocess
 
 import pytest
@@ -118,6 +119,9 @@ MISTAKES = [
   (["--config=configs/tin.py"], "no config file"),
   (["--config.ppo.ratio_high=0.5"], "ratio_high"),
   (["--config.model.top_k=9"], "top_k"),
+  (["--config.model.d_model=64"], "of another model"),
+  (["--config.sft.tolerance=nan"], "expected a finite number"),
+  (["--config.limits.command_seconds=0.0"], "command_seconds is 0.0"),
   (["--config.families=('rename',)"], "unknown task family"),
   (["--config.base=/nowhere"], "cannot read the tokenizer"),
   (["--config.data.directories=('{toml}',)"], "task.toml"),
@@ -139,6 +143,22 @@ def test_a_mistake_is_one_line_before_any_work(
   assert len(last) == 1 and last[0].startswith("error: ")
   assert message in last[0]
   assert not workdir.exists()
+
+
+def test_a_finished_run_makes_a_lost_policy_again(
+  finished, program, small, tmp_path
+):
+  # What the message about a damaged policy says to do.
+  workdir = tmp_path / "copy"
+  shutil.copytree(finished, workdir)
+  lost = workdir / "policies" / "rl"
+  before = {p.name: p.read_bytes() for p in lost.iterdir()}
+  shutil.rmtree(lost)
+  done = program("train", *small, f"--workdir={workdir}")
+  assert done.returncode == 0, done.stderr
+  assert {p.name: p.read_bytes() for p in lost.iterdir()} == before
+  metrics = [(d / "metrics.jsonl").read_text() for d in (workdir, finished)]
+  assert metrics[0] == metrics[1]
 
 
 def test_a_workdir_of_another_config_is_refused(finished, program, small):
