@@ -227,7 +227,7 @@ def warm_up(
   tried several times.
   """
   run.progress.phase("warm-up", total=2)
-  played, held = warm_up_episodes(run, "rl", state.actor, stream)
+  played, held = warm_up_episodes(run, state.actor, stream)
   run.progress.update(1)
   state, numbers = learner.warm_up_critic(
     state, played, run.setting.model, run.rl, evaluation=held
@@ -244,15 +244,15 @@ def warm_up(
 
 
 def warm_up_episodes(
-  run: Run, stage: str, params: Any, stream: TaskStream
+  run: Run, params: Any, stream: TaskStream
 ) -> tuple[list[Trajectory], list[Trajectory]]:
-  """What a critic is warmed up on, and what it is judged on."""
+  """What the critic is warmed up on, and what it is judged on."""
   sizes = run.config.warm_up
   played = rollout(
-    run, stage, params, 0, stream, step=0, episodes=sizes.episodes
+    run, "rl", params, 0, stream, step=0, episodes=sizes.episodes
   )
   held = rollout(
-    run, f"{stage}-judged", params, 0, stream, step=0, first=sizes.episodes,
+    run, "rl-judged", params, 0, stream, step=0, first=sizes.episodes,
     episodes=sizes.evaluation, attempts=sizes.attempts,
   )  # fmt: skip
   return played, held
@@ -276,9 +276,10 @@ def imitate_successes(run: Run, sft: Any, data: epath.Path) -> tuple[Any, dict]:
       restored = checkpoints.restore(abstract(state))
       state, host = restored.state, restored.host
       stream.cursor = host["cursor"]
-    else:  # the episodes that PPO spends on warming up its critic
-      played = warm_up_episodes(run, name, state.params, stream)
-      played = [t for part in played for t in part]
+    else:
+      # The critic's warm-up: this very policy played it, on these very tasks.
+      played = recorded(run, "rl-00000") + recorded(run, "rl-judged-00000")
+      stream.take(config.warm_up.episodes + config.warm_up.evaluation)
       state, _ = imitate_batch(run, state, played, optimizer, 0)
     for iteration in range(host["iteration"] + 1, config.rl.iterations + 1):
       played = rollout(run, name, state.params, iteration, stream,
@@ -427,9 +428,17 @@ def keep_scored(
     for t in played
   ]
   run.check_hold()
-  directory = run.workdir / "trajectories"
-  storage.write(directory / f"{name}.array_record", scored)
+  storage.write(trajectory_file(run, name), scored)
   return scored
+
+
+def recorded(run: Run, name: str) -> list[Trajectory]:
+  """A batch of episodes that this run played before."""
+  return list(storage.read(trajectory_file(run, name)))
+
+
+def trajectory_file(run: Run, name: str) -> epath.Path:
+  return run.workdir / "trajectories" / f"{name}.array_record"
 
 
 def episode_seconds(played: Sequence[Trajectory]) -> dict[str, float]:

@@ -57,8 +57,6 @@ def test_every_episode_is_recorded(finished):
     "rl-00000": 13,  # critic warm-up
     "rl-judged-00000": 12,  # ... and what it is judged on: six tasks, twice
     "rl-00001": 13,
-    "control-00000": 13,
-    "control-judged-00000": 12,
     "control-00001": 13,
     **{f"evaluation-{stage}": 2 for stage in stages},
   }
