@@ -37,7 +37,11 @@ from t1jax.rl.critic import init_from_actor
 from t1jax.rl.settings import OptimizerConfig, RLConfig
 from t1jax.rollout import drift, storage
 from t1jax.rollout.collect import Attempt
-from t1jax.rollout.trajectory import Demonstration, Trajectory
+from t1jax.rollout.trajectory import (
+  Demonstration,
+  Trajectory,
+  TrajectoryError,
+)
 from t1jax.tasks import datasets
 
 
@@ -278,8 +282,13 @@ def imitate_successes(run: Run, sft: Any, data: epath.Path) -> tuple[Any, dict]:
       stream.cursor = host["cursor"]
     else:
       # The critic's warm-up: this very policy played it, on these very tasks.
-      played = recorded(run, "rl-00000") + recorded(run, "rl-judged-00000")
-      stream.take(config.warm_up.episodes + config.warm_up.evaluation)
+      try:
+        played = recorded(run, "rl-00000") + recorded(run, "rl-judged-00000")
+        stream.take(config.warm_up.episodes + config.warm_up.evaluation)
+      except TrajectoryError as error:
+        run.progress.say(f"{error}; its episodes are played again")
+        parts = warm_up_episodes(run, state.params, stream)
+        played = [t for part in parts for t in part]
       state, _ = imitate_batch(run, state, played, optimizer, 0)
     for iteration in range(host["iteration"] + 1, config.rl.iterations + 1):
       played = rollout(run, name, state.params, iteration, stream,
@@ -464,12 +473,12 @@ def finish_stage(
   )
 
 
-def lost(workdir: epath.Path, config: config_dict.ConfigDict) -> list[str]:
-  """Stages of a finished run whose policies are gone: it makes them again."""
+def has_policies(workdir: epath.Path, config: config_dict.ConfigDict) -> bool:
+  """Whether every stage has left its policy; a run makes what lacks."""
   if config.pretrain.enabled:
-    return []
+    return has_base(stage_directory(workdir, "pretrain"))
   stages = ("sft", "rl", *(("control",) if config.control.enabled else ()))
-  return [s for s in stages if not has_base(stage_directory(workdir, s))]
+  return all(has_base(stage_directory(workdir, s)) for s in stages)
 
 
 def stage_facts(run: Run, name: str) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def main(argv: Sequence[str]) -> None:
     call.workdir, config, source=call.source, changed=call.changed
   )
   summary_file = workdir / SUMMARY_FILE
-  if summary_file.exists() and not stages.lost(workdir, config):
+  if summary_file.exists() and stages.has_policies(workdir, config):
     summary = configs.read_json(summary_file)
     print(
       f"{workdir} is finished; its summary:\n{json.dumps(summary, indent=2)}"

@@ -161,6 +161,31 @@ def test_a_finished_run_makes_a_lost_policy_again(
   assert metrics[0] == metrics[1]
 
 
+def test_the_control_plays_damaged_episodes_again(
+  finished, program, small, tmp_path
+):
+  # As after a kill between PPO and the control.
+  workdir = tmp_path / "copy"
+  shutil.copytree(finished, workdir)
+  (workdir / "summary.json").unlink()
+  (workdir / "evaluations" / "control.json").unlink()
+  shutil.rmtree(workdir / "checkpoints" / "control")
+  shutil.rmtree(workdir / "policies" / "control")
+  episodes = workdir / "trajectories" / "rl-00000.array_record"
+  episodes.write_bytes(episodes.read_bytes()[:1000])
+  done = program("train", *small, f"--workdir={workdir}")
+  assert done.returncode == 0, done.stderr
+  assert "episodes are played again" in done.stdout + done.stderr
+  policies = [
+    (d / "policies" / "control" / name).read_bytes()
+    for name in ("params.msgpack", "base.json")
+    for d in (workdir, finished)
+  ]
+  assert policies[0] == policies[1]
+  assert policies[2] == policies[3]
+  assert len(list(storage.read(episodes))) == 13
+
+
 def test_a_workdir_of_another_config_is_refused(finished, program, small):
   done = program(
     "train", *small, f"--workdir={finished}", "--config.rl.iterations=7"
