@@ -165,6 +165,18 @@ def base_directory(config: config_dict.ConfigDict) -> epath.Path:
   return epath.Path(config.base) if config.base else ASSETS / "tiny"
 
 
+def read_tokenizer(config: config_dict.ConfigDict) -> SentencePieceTokenizer:
+  """The base model's tokenizer; raises UserError where there is none."""
+  directory = base_directory(config)
+  file = directory / TOKENIZER_FILE
+  if not file.exists():
+    raise configs.UserError(
+      f"config field base: {directory} has no {TOKENIZER_FILE}; give the "
+      "directory of a base model, such as base/ in a pretraining run"
+    )
+  return SentencePieceTokenizer.load(file)
+
+
 def heldout_tasks(setting: Setting, per_family: int) -> list[Task]:
   """The held-out tasks, the same for every stage and every seed."""
   return family_tasks(setting.families, "heldout", range(per_family))
@@ -349,10 +361,7 @@ def main(argv: Sequence[str]) -> None:
   if config.pretrain.enabled:  # its tokenizer and base are its own
     with config.unlocked():
       config.base = str(call.workdir / "base")
-  tokenizer = SentencePieceTokenizer.load(
-    base_directory(config) / TOKENIZER_FILE
-  )
-  setting = read_setting(config, tokenizer)
+  setting = read_setting(config, read_tokenizer(config))
   params = load_stage(call.workdir, values.stage, setting)
   held = heldout_tasks(setting, values.per_family or config.data.heldout)
   with Arena(config, setting) as arena, LiveProgress() as progress:

@@ -24,17 +24,15 @@ from t1jax import config as configs
 from t1jax import corpus
 from t1jax.checkpoint import Checkpoints
 from t1jax.evaluate import (
-  TOKENIZER_FILE,
   Setting,
-  base_directory,
   check_sections,
   keep_compiled_programs,
   learner_settings,
   read_setting,
+  read_tokenizer,
 )
 from t1jax.metrics import METRICS_FILE, SUMMARY_FILE, read_metrics
 from t1jax.models import params as model_params
-from t1jax.models.tokenizer import SentencePieceTokenizer
 from t1jax.rewards import schemes
 from t1jax.rl import learner
 from t1jax.rl.settings import RLConfig
@@ -115,8 +113,7 @@ class Recorded:
       # Tasks that the user brought may be gone, and nothing here plays them.
       config.data.directories = ()
       config.base = str(self.made_base if config.pretrain.enabled else base)
-    file = base_directory(config) / TOKENIZER_FILE
-    return read_setting(config, SentencePieceTokenizer.load(file))
+    return read_setting(config, read_tokenizer(config))
 
   @functools.cached_property
   def rl(self) -> RLConfig:

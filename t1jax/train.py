@@ -28,12 +28,12 @@ from t1jax.evaluate import (
   TOKENIZER_FILE,
   Arena,
   Setting,
-  base_directory,
   check_sections,
   keep_compiled_programs,
   learner_settings,
   load_base,
   read_setting,
+  read_tokenizer,
 )
 from t1jax.metrics import (
   SUMMARY_FILE,
@@ -42,7 +42,6 @@ from t1jax.metrics import (
   write_summary,
 )
 from t1jax.models import params as model_params
-from t1jax.models.tokenizer import SentencePieceTokenizer
 from t1jax.rewards import schemes
 from t1jax.rl.settings import OptimizerConfig, RLConfig
 from t1jax.rollout import demonstrations
@@ -86,9 +85,7 @@ def main(argv: Sequence[str]) -> None:
     raise configs.UserError("--workdir is missing: say where the run may live")
   pretraining = config.pretrain.enabled
   tokenizer = (
-    corpus.train_tokenizer(config)
-    if pretraining
-    else SentencePieceTokenizer.load(base_directory(config) / TOKENIZER_FILE)
+    corpus.train_tokenizer(config) if pretraining else read_tokenizer(config)
   )
   setting = read_setting(config, tokenizer)
   rl = read_rl(config, setting)
@@ -164,6 +161,11 @@ def read_rl(config: config_dict.ConfigDict, setting: Setting) -> RLConfig:
     )
   with configs.user_errors("config section rl"):
     schemes.check(config.rl.reward, config.rl.max_assertions)
+  if not config.sampler.temperature > 0:  # the sampler itself would be greedy
+    raise configs.UserError(
+      f"config field sampler.temperature is {config.sampler.temperature}; "
+      "expected above 0: the learner takes log-probs under it"
+    )
   rl = learner_settings(config, setting)
   with configs.user_errors("config sections sft, control, pretrain"):
     for section in (config.sft, config.pretrain):

@@ -40,6 +40,7 @@ def error_line(capsys):
     (["--config.rl.max_assertions=0.0"], "max_assertions is 0.0"),
     (["--config.ppo.buckets=(128,)"], "add a bucket of 256"),
     (["--config.control.learning_rate=0.0"], "learning_rate is 0.0"),
+    (["--config.sampler.temperature=0.0"], "temperature is 0.0; expected"),
     (["--config.sampler.num_slots=0"], "config section sampler"),
     (["--config.families=('fix_mode','fix_mode')"], "names one twice"),
     *(
